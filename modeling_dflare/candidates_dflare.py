@@ -1,0 +1,281 @@
+"""
+What happens in `generate()` between two target passes: the accepted tokens' taps go into the context cache, a block is
+drafted at its trained size, and a prefix of it is handed over for verification. All state lives in the generator of one
+call. The acceptance itself is transformers' own loop: greedy match, or speculative sampling (arXiv 2211.17192).
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from .configuration_dflare import CROPPABLE_LAYER_TYPES
+
+# Up to 5.22 a list given as `output_hidden_states` names decoder layers; from 5.23 on, places in the usual tuple.
+TUPLE_INDEXED = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 23)
+
+
+@dataclass
+class DraftRound:
+    """One draft and its verification: tokens drafted, drafts accepted, and whether eos or the budget cut it short."""
+
+    drafted: int
+    accepted: int
+    cut: bool
+
+    @property
+    def length(self) -> int:
+        """Tokens this round added, the target's bonus token included."""
+        return self.accepted + 1
+
+
+@dataclass
+class DraftRecord:
+    """The rounds of one call of `generate()`. The prefill, which drafts nothing, is no round."""
+
+    rounds: list[DraftRound] = field(default_factory=list)
+
+    @property
+    def acceptance_lengths(self) -> list[int]:
+        """Tokens per target pass (bonus token counted), of the rounds that were not cut by eos or the budget."""
+        return [r.length for r in self.rounds if not r.cut]
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean of `acceptance_lengths`; NaN where there is none."""
+        lengths = self.acceptance_lengths
+        return sum(lengths) / len(lengths) if lengths else float("nan")
+
+
+_records: ContextVar[list[DraftRecord] | None] = ContextVar("dflare_draft_records", default=None)
+
+
+@contextmanager
+def record_drafts() -> Iterator[list[DraftRecord]]:
+    """Collects a `DraftRecord` for each call of `generate()` made inside, in this thread or task only."""
+    records: list[DraftRecord] = []
+    token = _records.set(records)
+    try:
+        yield records
+    finally:
+        _records.reset(token)
+
+
+def check_target(drafter: PreTrainedModel, target: PreTrainedModel, generation_config) -> None:
+    """
+    Raises `ValueError`, before any token is computed, if `drafter` was not made for `target` or if the call cannot be
+    accelerated; the message names the field and both values.
+    """
+    ours, theirs = drafter.config, target.config.get_text_config()
+    pairs = {
+        "hidden_size": (ours.hidden_size, theirs.hidden_size),
+        "number of target layers": (ours.num_target_layers, theirs.num_hidden_layers),
+        "vocab_size": (ours.vocab_size, theirs.vocab_size),
+    }
+    for name, (mine, its) in pairs.items():
+        if mine != its:
+            raise ValueError(
+                f"this drafter belongs to another target: {name} is {mine} in the drafter's config "
+                f"({drafter.name_or_path or type(drafter).__name__}) and {its} in the target's "
+                f"({target.name_or_path or type(target).__name__})"
+            )
+    rows = target.get_input_embeddings().weight.shape[0]
+    if ours.mask_token_id >= rows:
+        raise ValueError(f"mask_token_id is {ours.mask_token_id}, but the target's embedding has {rows} rows")
+    if drafter.training:
+        raise ValueError("the drafter is in training mode; call drafter.eval() before generate()")
+    _check_call(target, theirs, generation_config)
+
+
+def _check_call(target: PreTrainedModel, text_config, generation_config) -> None:
+    if target.config.is_encoder_decoder:
+        raise ValueError(f"{type(target).__name__} is an encoder-decoder; DFlare accelerates decoder-only targets")
+    kinds = set(getattr(text_config, "layer_types", None) or ()) - set(CROPPABLE_LAYER_TYPES)
+    if kinds:
+        raise ValueError(
+            f"{type(target).__name__} has layers of type {', '.join(sorted(kinds))}, whose state cannot be rolled back "
+            "after verification; generate without assistant_model"
+        )
+    if generation_config.use_cache is False:
+        raise ValueError("use_cache is False; verification needs the target's cache, so leave use_cache at True")
+
+
+class DFlareCandidateGenerator(CandidateGenerator):
+    """
+    The candidate generator of one call of `generate()`.
+
+    Args:
+        drafter: a `DFlareForBlockDiffusion`.
+        target: the model that verifies; its embedding and head are called, never read (they may be quantised or wrapped).
+        generation_config, input_ids, logits_processor, model_kwargs, stopping_criteria: as `generate()` has them.
+
+    Raises:
+        ValueError: for more than one sequence.
+    """
+
+    requires_model_outputs = True
+
+    def __init__(
+        self,
+        drafter: PreTrainedModel,
+        target: PreTrainedModel,
+        *,
+        generation_config,
+        input_ids: torch.LongTensor,
+        logits_processor,
+        model_kwargs: dict,
+        stopping_criteria: Sequence = (),
+    ):
+        if input_ids.shape[0] != 1:
+            raise ValueError(f"the batch size is {input_ids.shape[0]}; assisted generation takes one sequence at a time")
+        self.drafter = drafter
+        self.embed = target.get_input_embeddings()
+        self.head = target.get_output_embeddings()
+        self.layer_ids = drafter.config.target_layer_ids
+        self.num_target_layers = drafter.config.num_target_layers
+        self.max_length = generation_config.max_length
+        self.eos_token_id = getattr(generation_config, "_eos_token_tensor", None)
+        self.do_sample = generation_config.do_sample
+        self.processors = logits_processor
+        self.criteria = [c for c in stopping_criteria if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria))]
+        self.needs_logits = generation_config.assistant_ensemble_weight is not None
+        self.draft_limit = _draft_limit(drafter.config, generation_config)
+        self.mask_ids = input_ids.new_full((1, drafter.config.block_size - 1), drafter.config.mask_token_id)
+        self.padding = model_kwargs.get("attention_mask")
+        self.model_kwargs_overrides = {"output_hidden_states": self._wanted(generation_config)}
+        self.context = drafter.new_context_cache()
+        self.drafted = 0
+        self.record = DraftRecord()
+        if (records := _records.get()) is not None:
+            records.append(self.record)
+
+    def _wanted(self, generation_config) -> list[int] | bool:
+        """The taps alone, in the installed transformers' way of counting, unless the user asked for all hidden states."""
+        if generation_config.output_hidden_states:
+            return True
+        return [i + 1 for i in self.layer_ids] if TUPLE_INDEXED else list(self.layer_ids)
+
+    @torch.no_grad()
+    def get_candidates(
+        self,
+        input_ids: torch.LongTensor,
+        model_kwargs: dict,
+        model_outputs,
+        is_first_iteration: bool,
+        n_last_matches: int,
+        **kwargs,
+    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
+        """
+        Args:
+            input_ids: (1, length), all committed tokens; the last is the anchor, whose states the target has not made yet.
+            model_outputs: of the target's last pass; None before the prefill.
+            n_last_matches: drafts accepted in that pass.
+        Returns:
+            the committed tokens with the drafted ones appended, (1, length + drafts), and the drafts' processed logits
+            (1, drafts, vocabulary), or None where the loop is to compare tokens only.
+        """
+        self.drafted = 0
+        if is_first_iteration:
+            return input_ids, None
+        self._commit(self._taps(model_outputs), n_last_matches)
+        count = min(self.draft_limit, self.max_length - input_ids.shape[1] - 1)
+        if count < 1:
+            return input_ids, None
+        logits = self.head(self._draft_hidden(input_ids[:, -1:])[:, 1 : count + 1].to(self.head_device))
+        tokens, logits = self._choose(input_ids, logits.to(input_ids.device))
+        keep = self._before_stop(input_ids, tokens)
+        self.drafted = keep
+        if keep == 0:
+            return input_ids, None
+        wants_logits = (self.do_sample and not self.criteria) or self.needs_logits
+        return torch.cat([input_ids, tokens[:, :keep]], dim=-1), logits[:, :keep] if wants_logits else None
+
+    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
+        """Called by the loop after each verification; only keeps the record."""
+        if self.drafted:
+            last = input_ids[:, -1]
+            ended = self.eos_token_id is not None and bool(torch.isin(last, self.eos_token_id.to(last.device)).any())
+            cut = ended or input_ids.shape[1] >= self.max_length
+            self.record.rounds.append(DraftRound(self.drafted, int(num_matches), cut))
+
+    @property
+    def head_device(self) -> torch.device:
+        """Where the target's head computes."""
+        return next(self.head.parameters()).device
+
+    def _taps(self, model_outputs) -> list[torch.Tensor]:
+        """
+        The tapped states (1, fed tokens, H) each. A tuple as long as the target is deep holds layer outputs; one longer,
+        the usual tuple with the embedding first.
+        """
+        states = model_outputs.hidden_states
+        shift = len(states) - self.num_target_layers
+        taps = [states[i + shift] for i in self.layer_ids] if shift in (0, 1) else [None]
+        if any(tap is None for tap in taps):
+            raise RuntimeError(
+                f"the target returned {len(states)} hidden states for {self.num_target_layers} layers, without all of the "
+                f"taps {self.layer_ids}: transformers {transformers.__version__} selects them differently"
+            )
+        return taps
+
+    def _commit(self, taps: list[torch.Tensor], n_last_matches: int) -> None:
+        """Appends the states of the tokens that the last pass confirmed: of a prefill all but padding, else the accepted."""
+        if self.context.length:
+            taps = [tap[:, : n_last_matches + 1] for tap in taps]
+        elif self.padding is not None:
+            real = self.padding[0, : taps[0].shape[1]].bool()
+            taps = [tap[:, real.to(tap.device)] for tap in taps]
+        self.drafter.extend_context(taps, self.context)
+
+    def _draft_hidden(self, anchor: torch.LongTensor) -> torch.Tensor:
+        """The drafter's final hidden states (1, block, H) for a block that starts at `anchor` (1, 1)."""
+        noise = self.embed(torch.cat([anchor, self.mask_ids.to(anchor.device)], dim=-1))
+        noise = noise.to(self.drafter.device, self.drafter.dtype)
+        return self.drafter(noise_embeds=noise, cache=self.context).last_hidden_state.to(self.head_dtype)
+
+    @property
+    def head_dtype(self) -> torch.dtype:
+        """What the target's head wants to be fed."""
+        return next(p for p in self.head.parameters()).dtype
+
+    def _choose(self, input_ids: torch.LongTensor, logits: torch.Tensor) -> tuple[torch.LongTensor, torch.Tensor]:
+        """Draft tokens (1, k) and their processed logits (1, k, V); processors see each token's own prefix."""
+        if not self.processors and not self.do_sample:
+            return logits.argmax(dim=-1), logits
+        logits = logits.float()
+        prefix, processed = input_ids, []
+        for position in range(logits.shape[1]):
+            scores = self.processors(prefix, logits[:, position].clone()) if self.processors else logits[:, position]
+            processed.append(scores)
+            if self.do_sample:
+                token = torch.multinomial(scores.softmax(dim=-1), num_samples=1)
+            else:
+                token = scores.argmax(dim=-1, keepdim=True)
+            prefix = torch.cat([prefix, token], dim=-1)
+        return prefix[:, input_ids.shape[1] :], torch.stack(processed, dim=1)
+
+    def _before_stop(self, input_ids: torch.LongTensor, tokens: torch.LongTensor) -> int:
+        """
+        How many drafts lie before the first at which a stopping criterion fires. The loop tests criteria only where a
+        round ends, so a longer draft could run past one.
+        """
+        for count in range(1, tokens.shape[1] + 1) if self.criteria else ():
+            prefix = torch.cat([input_ids, tokens[:, :count]], dim=-1)
+            if any(bool(criterion(prefix, None).any()) for criterion in self.criteria):
+                return count - 1
+        return tokens.shape[1]
+
+
+def _draft_limit(config, generation_config) -> int:
+    """
+    Drafts to verify per round: the block without its anchor, or fewer if the drafter's `num_draft_tokens` or the call's
+    `num_assistant_tokens` says so. The block itself is always drafted at its trained size.
+    """
+    limits = (config.block_size - 1, config.num_draft_tokens, generation_config.num_assistant_tokens)
+    return max(0, min(limit for limit in limits if limit is not None))

@@ -1,0 +1,221 @@
+"""Configuration of a DFlare drafter (arXiv 2606.02091): Qwen3's keys plus what ties a drafter to its target."""
+
+import copy
+
+from transformers import PreTrainedConfig
+from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+
+FUSIONS = ("layerwise", "shared_fc")
+# The ids that published checkpoints keep inside `dflash_config`; we read and write them in both places.
+NESTED_KEYS = ("block_size", "mask_token_id", "target_layer_ids")
+# Layer kinds whose cache can drop its last tokens again, which verification needs.
+CROPPABLE_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+
+
+class DFlareConfig(Qwen3Config):
+    r"""
+    What a drafter is, and which target it belongs to. Sizes, norms, activation and RoPE are Qwen3's keys; the drafter
+    shares the target's hidden size and vocabulary because it shares the target's embedding and head.
+
+    Args:
+        block_size (`int`):
+            Tokens in a block: the anchor and `block_size - 1` mask tokens (paper, Settings).
+        num_target_layers (`int`):
+            Decoder layers of the *target* (the published meaning of the key), which bounds `target_layer_ids`.
+        target_layer_ids (`list[int]`):
+            Tapped target layers, ascending. Zero-based decoder-layer outputs: id `i` is `hidden_states[i + 1]`. The last
+            layer is refused, since transformers hands it out after the final norm and serving engines before it.
+        mask_token_id (`int`):
+            The token that stands at undrafted block positions; it must have a row in the target's embedding.
+        fusion (`str`):
+            `"layerwise"`: each draft layer mixes the taps by its own weights (DFlare). `"shared_fc"`: one linear layer
+            over the concatenated taps, shared by all draft layers (DFlash). Unset, it follows from `architectures`.
+        fusion_softmax (`bool`, defaults to `True`):
+            Whether layer-wise weights pass through a softmax (paper, ablation "without softmax").
+        separate_context_kv (`bool`):
+            Whether the context has key/value projections of its own. Unset: yes with `"layerwise"`, no with `"shared_fc"`.
+        num_draft_tokens (`int`, *optional*):
+            Drafts handed to the target per round, if fewer than `block_size - 1`: what pays depends on how dear
+            verification is. `num_assistant_tokens` of a call can only lower it.
+
+    Raises:
+        ValueError: for a value that is missing, out of range or contradictory; it names the field and both values.
+    """
+
+    model_type = "dflare"
+    has_no_defaults_at_init = True
+
+    block_size: int | None = None
+    num_target_layers: int | None = None
+    target_layer_ids: list[int] | None = None
+    mask_token_id: int | None = None
+    fusion: str | None = None
+    fusion_softmax: bool = True
+    separate_context_kv: bool | None = None
+    num_draft_tokens: int | None = None
+    dflash_config: dict | None = None
+
+    def __post_init__(self, **kwargs):
+        self._require_rope_base(kwargs)
+        self._merge_nested_ids()
+        if self.fusion is None:
+            published_dflash = any("DFlash" in name for name in self.architectures or [])
+            self.fusion = "shared_fc" if published_dflash else "layerwise"
+        if self.separate_context_kv is None:
+            self.separate_context_kv = self.fusion == "layerwise"
+        super().__post_init__(**kwargs)
+        self._validate_drafter()
+
+    @property
+    def num_taps(self) -> int:
+        """Number of tapped target layers, T in the paper."""
+        return len(self.target_layer_ids)
+
+    def to_dict(self) -> dict:
+        """All fields, with the ids in both published places."""
+        output = super().to_dict()
+        output["dflash_config"] = {**(self.dflash_config or {}), **{key: getattr(self, key) for key in NESTED_KEYS}}
+        return output
+
+    def to_diff_dict(self) -> dict:
+        """What is saved: as `to_dict`, the nested form never left out."""
+        output = super().to_diff_dict()
+        output["dflash_config"] = self.to_dict()["dflash_config"]
+        return output
+
+    def _merge_nested_ids(self) -> None:
+        nested = self.dflash_config or {}
+        for key in NESTED_KEYS:
+            top, inner = getattr(self, key), nested.get(key)
+            if top is not None and inner is not None and top != inner:
+                raise ValueError(f"{key} is {top} at the top level but {inner} inside dflash_config; they must agree")
+            setattr(self, key, inner if top is None else top)
+
+    def _require_rope_base(self, kwargs: dict) -> None:
+        entries = self.rope_parameters or kwargs.get("rope_scaling") or {}
+        if kwargs.get("rope_theta") is None and entries.get("rope_theta") is None:
+            raise ValueError(
+                "rope_theta is missing: give it at the top level or inside rope_parameters "
+                f"(rope_parameters={self.rope_parameters}); a wrong base drafts rubbish, so there is no default"
+            )
+
+    def _validate_drafter(self) -> None:
+        for key in ("num_target_layers", *NESTED_KEYS):
+            if getattr(self, key) is None:
+                raise ValueError(f"{key} is missing; DFlareConfig.from_target(target.config) derives it")
+        if self.block_size < 2:
+            raise ValueError(f"block_size is {self.block_size}; a block is an anchor and at least one mask, so 2 or more")
+        if self.fusion not in FUSIONS:
+            raise ValueError(f"fusion is {self.fusion!r}; known are {', '.join(FUSIONS)}")
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(f"mask_token_id is {self.mask_token_id}, outside the vocabulary of {self.vocab_size}")
+        if "sliding_attention" in self.layer_types and self.sliding_window < self.block_size:
+            raise ValueError(f"sliding_window is {self.sliding_window}, below block_size {self.block_size}")
+        check_target_layer_ids(self.target_layer_ids, self.num_target_layers)
+
+    @classmethod
+    def from_target(
+        cls,
+        target_config: PreTrainedConfig,
+        *,
+        num_hidden_layers: int = 7,
+        block_size: int = 16,
+        num_taps: int = 9,
+        target_layer_ids: list[int] | None = None,
+        mask_token_id: int | None = None,
+        tokenizer=None,
+        **overrides,
+    ) -> "DFlareConfig":
+        """
+        Derives a drafter's config from its target's; depth, block and number of taps default to the paper's for Qwen3.
+
+        Args:
+            target_config: the target's config; of a multimodal target the text part is used.
+            num_hidden_layers, block_size, num_taps: the drafter's depth, block and tap count. A target too shallow for
+                `num_taps` distinct taps gets as many as it has layers below the last.
+            target_layer_ids: explicit taps, instead of evenly spread ones.
+            mask_token_id: explicit mask token; otherwise `choose_mask_token(target_config, tokenizer)`.
+            tokenizer: the target's tokenizer, if at hand: it knows which tokens the model never uses.
+            overrides: any other field, e.g. `num_key_value_heads`, `fusion` or `rope_parameters`.
+
+        Raises:
+            ValueError: if a value does not fit the target, or the target has no RoPE and none is given.
+        """
+        text = target_config.get_text_config()
+        depth = text.num_hidden_layers
+        fields = dict(
+            vocab_size=text.vocab_size,
+            hidden_size=text.hidden_size,
+            intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+            num_hidden_layers=num_hidden_layers,
+            num_attention_heads=text.num_attention_heads,
+            num_key_value_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+            head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+            rms_norm_eps=getattr(text, "rms_norm_eps", None) or 1e-6,
+            max_position_embeddings=getattr(text, "max_position_embeddings", None) or 32768,
+            rope_parameters=_rope_of(text),
+            pad_token_id=text.pad_token_id,
+            bos_token_id=text.bos_token_id,
+            eos_token_id=text.eos_token_id,
+            block_size=block_size,
+            num_target_layers=depth,
+            target_layer_ids=spread_taps(depth, num_taps) if target_layer_ids is None else list(target_layer_ids),
+            mask_token_id=choose_mask_token(target_config, tokenizer) if mask_token_id is None else mask_token_id,
+        )
+        return cls(**{**fields, **overrides})
+
+
+def check_target_layer_ids(ids: list[int], num_target_layers: int) -> None:
+    """Raises `ValueError` unless `ids` are ascending, distinct decoder layers below the last of `num_target_layers`."""
+    if not ids or list(ids) != sorted(set(ids)):
+        raise ValueError(f"target_layer_ids is {ids}; they must be distinct and ascending, and at least one")
+    if ids[0] < 0 or ids[-1] >= num_target_layers - 1:
+        raise ValueError(
+            f"target_layer_ids is {ids}, but with num_target_layers {num_target_layers} the taps lie in "
+            f"0..{num_target_layers - 2} (the last layer's output is not the same thing in every engine)"
+        )
+
+
+def spread_taps(num_target_layers: int, num_taps: int) -> list[int]:
+    """
+    Evenly spread tapped layers, from the second layer to the third last (36 layers, 9 taps: 1, 5, ..., 33, as published).
+    A shallow target gets fewer taps and, up to four layers, all but its last.
+
+    Raises:
+        ValueError: for a target of a single layer, which has no layer below its last, or a non-positive count.
+    """
+    if num_target_layers < 2 or num_taps < 1:
+        raise ValueError(f"num_target_layers is {num_target_layers} and num_taps {num_taps}; 2 and 1 are the least")
+    first, last = (1, num_target_layers - 3) if num_target_layers > 4 else (0, num_target_layers - 2)
+    count = min(num_taps, last - first + 1)
+    if count == 1:
+        return [last]
+    return [first + round(i * (last - first) / (count - 1)) for i in range(count)]
+
+
+def choose_mask_token(target_config: PreTrainedConfig, tokenizer=None) -> int:
+    """
+    A token with an embedding row that the target does not use: with a tokenizer, a row beyond its vocabulary, else an
+    added token that neither the chat template nor the generation config needs; else the last row that is no special id.
+    """
+    text = target_config.get_text_config()
+    used = set()
+    for ids in (text.bos_token_id, text.eos_token_id, text.pad_token_id):
+        used |= set(ids) if isinstance(ids, list) else {ids}
+    if tokenizer is not None:
+        if len(tokenizer) < text.vocab_size:
+            return len(tokenizer)
+        used |= set(tokenizer.all_special_ids)
+        template = str(tokenizer.chat_template or "")
+        for token_id, token in sorted(tokenizer.added_tokens_decoder.items()):
+            if token_id not in used and token.content not in template and token_id < text.vocab_size:
+                return token_id
+    return next(i for i in reversed(range(text.vocab_size)) if i not in used)
+
+
+def _rope_of(text_config: PreTrainedConfig) -> dict | None:
+    """The target's RoPE entry, of its full-attention layers where layer types differ; None for a target without RoPE."""
+    rope = copy.deepcopy(getattr(text_config, "rope_parameters", None))
+    if rope and "full_attention" in rope:
+        rope = rope["full_attention"]
+    return rope or None
