@@ -106,6 +106,30 @@ def _check_call(target: PreTrainedModel, text_config, generation_config) -> None
         raise ValueError("use_cache is False; verification needs the target's cache, so leave use_cache at True")
 
 
+def request_taps(config) -> list[int]:
+    """The value of `output_hidden_states` that makes the installed transformers keep the tapped layers alone."""
+    return [i + 1 for i in config.target_layer_ids] if TUPLE_INDEXED else list(config.target_layer_ids)
+
+
+def select_taps(model_outputs, config) -> list[torch.Tensor]:
+    """
+    The tapped states, T tensors (b, fed tokens, H), from what a target returned. A tuple as long as the target is deep
+    holds layer outputs; one longer is the usual one, with the embedding first. Targets that cannot select return it all.
+
+    Raises:
+        RuntimeError: if the tuple is neither, or a tap is not in it.
+    """
+    states = model_outputs.hidden_states
+    shift = len(states) - config.num_target_layers
+    taps = [states[i + shift] for i in config.target_layer_ids] if shift in (0, 1) else [None]
+    if any(tap is None for tap in taps):
+        raise RuntimeError(
+            f"the target returned {len(states)} hidden states for {config.num_target_layers} layers, without all of the "
+            f"taps {config.target_layer_ids}: transformers {transformers.__version__} selects them differently"
+        )
+    return taps
+
+
 class DFlareCandidateGenerator(CandidateGenerator):
     """
     The candidate generator of one call of `generate()`.
@@ -137,8 +161,6 @@ class DFlareCandidateGenerator(CandidateGenerator):
         self.drafter = drafter
         self.embed = target.get_input_embeddings()
         self.head = target.get_output_embeddings()
-        self.layer_ids = drafter.config.target_layer_ids
-        self.num_target_layers = drafter.config.num_target_layers
         self.max_length = generation_config.max_length
         self.eos_token_id = getattr(generation_config, "_eos_token_tensor", None)
         self.do_sample = generation_config.do_sample
@@ -148,18 +170,13 @@ class DFlareCandidateGenerator(CandidateGenerator):
         self.draft_limit = _draft_limit(drafter.config, generation_config)
         self.mask_ids = input_ids.new_full((1, drafter.config.block_size - 1), drafter.config.mask_token_id)
         self.padding = model_kwargs.get("attention_mask")
-        self.model_kwargs_overrides = {"output_hidden_states": self._wanted(generation_config)}
+        wants_all = generation_config.output_hidden_states
+        self.model_kwargs_overrides = {"output_hidden_states": True if wants_all else request_taps(drafter.config)}
         self.context = drafter.new_context_cache()
         self.drafted = 0
         self.record = DraftRecord()
         if (records := _records.get()) is not None:
             records.append(self.record)
-
-    def _wanted(self, generation_config) -> list[int] | bool:
-        """The taps alone, in the installed transformers' way of counting, unless the user asked for all hidden states."""
-        if generation_config.output_hidden_states:
-            return True
-        return [i + 1 for i in self.layer_ids] if TUPLE_INDEXED else list(self.layer_ids)
 
     @torch.no_grad()
     def get_candidates(
@@ -183,7 +200,7 @@ class DFlareCandidateGenerator(CandidateGenerator):
         self.drafted = 0
         if is_first_iteration:
             return input_ids, None
-        self._commit(self._taps(model_outputs), n_last_matches)
+        self._commit(select_taps(model_outputs, self.drafter.config), n_last_matches)
         count = min(self.draft_limit, self.max_length - input_ids.shape[1] - 1)
         if count < 1:
             return input_ids, None
@@ -208,21 +225,6 @@ class DFlareCandidateGenerator(CandidateGenerator):
     def head_device(self) -> torch.device:
         """Where the target's head computes."""
         return next(self.head.parameters()).device
-
-    def _taps(self, model_outputs) -> list[torch.Tensor]:
-        """
-        The tapped states (1, fed tokens, H) each. A tuple as long as the target is deep holds layer outputs; one longer,
-        the usual tuple with the embedding first.
-        """
-        states = model_outputs.hidden_states
-        shift = len(states) - self.num_target_layers
-        taps = [states[i + shift] for i in self.layer_ids] if shift in (0, 1) else [None]
-        if any(tap is None for tap in taps):
-            raise RuntimeError(
-                f"the target returned {len(states)} hidden states for {self.num_target_layers} layers, without all of the "
-                f"taps {self.layer_ids}: transformers {transformers.__version__} selects them differently"
-            )
-        return taps
 
     def _commit(self, taps: list[torch.Tensor], n_last_matches: int) -> None:
         """Appends the states of the tokens that the last pass confirmed: of a prefill all but padding, else the accepted."""

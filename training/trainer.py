@@ -1,0 +1,169 @@
+"""`DFlareTrainer`: a `transformers.Trainer` whose loss is the block loss on the online states of a frozen target."""
+
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer_utils import EvalPrediction
+
+from dflare.candidates_dflare import request_taps, select_taps
+
+from .anchors import IGNORED, slot_labels
+from .data import BlockCollator
+from .loss import RestrictedHead, block_hidden_states, block_loss, gamma_at, plain_outcome, position_weights
+
+
+@dataclass
+class DFlareTrainingArguments(TrainingArguments):
+    """`TrainingArguments` and what the block loss needs; the defaults are the paper's."""
+
+    gamma: float | None = field(default=4.5, metadata={"help": "Decay of the position weights, in slots; null for none."})
+    gamma_step: float = field(default=1.0, metadata={"help": "What gamma gains with each epoch; 0 keeps it fixed."})
+    num_anchors: int = field(default=512, metadata={"help": "Anchors per sequence at most."})
+    fusion_lr_scale: float = field(default=1.0, metadata={"help": "Learning rate of the fusion weights, as a multiple."})
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.gamma is not None and self.gamma <= 0:
+            raise ValueError(f"gamma is {self.gamma}; it must be positive, or null for unweighted slots")
+        if self.num_anchors < 1:
+            raise ValueError(f"num_anchors is {self.num_anchors}; at least one anchor per sequence is needed")
+
+
+class DFlareTrainer(Trainer):
+    """
+    Trains a drafter against its frozen target, which runs online for its hidden states.
+
+    Args:
+        model: the `DFlareForBlockDiffusion` to train, in fp32 (`bf16=True` computes in bf16 on fp32 master weights).
+        target: the frozen target, in any dtype.
+        args: `DFlareTrainingArguments`.
+        token_ids: ascending token ids to restrict the training loss's head to; evaluation always uses the whole head.
+
+    Evaluation reports the loss, the accuracy at each slot, and the acceptance length that greedy verification would have
+    had on the greedy rows: the blocks are walked through as `generate()` would walk them.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, target: PreTrainedModel, args: DFlareTrainingArguments, token_ids=None, **kwargs
+    ):
+        self.target = target.eval().requires_grad_(False)
+        self.embed = target.get_input_embeddings()
+        self.full_head = target.get_output_embeddings()
+        self.head = self.full_head if token_ids is None else RestrictedHead(self.full_head, token_ids)
+        kwargs.setdefault("data_collator", BlockCollator(args.num_anchors, args.seed))
+        args.remove_unused_columns = False
+        super().__init__(model=model, args=args, compute_metrics=reduce_statistics, **kwargs)
+        self.model_accepts_loss_kwargs = True
+        self.label_names = ["loss_mask"]
+        self.can_return_loss = True
+
+    @property
+    def gamma(self) -> float | None:
+        """The position weights' decay at this moment of the schedule."""
+        return gamma_at(self.state.epoch or 0.0, self.args.gamma, self.args.gamma_step)
+
+    @torch.no_grad()
+    def target_states(self, input_ids: torch.LongTensor) -> list[torch.Tensor]:
+        """T tensors (b, S, H); padding lies at the end, where a causal target's real tokens cannot see it."""
+        config = self.accelerator.unwrap_model(self.model).config
+        decoder = self.target.get_decoder()  # without the head, whose logits nobody needs here
+        outputs = decoder(input_ids=input_ids, output_hidden_states=request_taps(config), use_cache=False)
+        return select_taps(outputs, config)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = block_loss(
+            model,
+            self.embed,
+            self.head,
+            inputs["input_ids"],
+            inputs["loss_mask"],
+            self.target_states(inputs["input_ids"]),
+            inputs["anchors"],
+            inputs["keep"],
+            self.gamma,
+            weight_sum=num_items_in_batch,
+        )
+        if not torch.isfinite(loss):
+            raise FloatingPointError(f"the loss is {loss.item()} at step {self.state.global_step}; stopping")
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            loss = loss * self.accelerator.num_processes
+        return (loss, None) if return_outputs else loss
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
+        """The sum of slot weights over all micro-batches of a step (and all ranks): the loss's divisor."""
+        block_size = self.accelerator.unwrap_model(self.model).config.block_size
+        weights = position_weights(block_size, self.gamma)
+        total = torch.zeros((), device=device)
+        for batch in batch_samples:
+            labels = slot_labels(batch["input_ids"], batch["loss_mask"], batch["anchors"], batch["keep"], block_size)
+            total += ((labels != IGNORED) * weights.to(labels.device)).sum().to(device)
+        if self.args.average_tokens_across_devices and self.args.world_size > 1:
+            total = self.accelerator.gather(total).sum()
+        return total
+
+    def create_optimizer(self, *args, **kwargs):
+        """The Trainer's optimiser, with the fusion weights in a group of their own if they learn at another rate."""
+        optimizer = super().create_optimizer(*args, **kwargs)
+        fusion = getattr(self.accelerator.unwrap_model(self.model), "layer_fusion_weights", None)
+        if self.args.fusion_lr_scale != 1.0 and fusion is not None:
+            for group in optimizer.param_groups:
+                group["params"] = [p for p in group["params"] if p is not fusion]
+            rate = self.args.learning_rate * self.args.fusion_lr_scale
+            optimizer.add_param_group({"params": [fusion], "lr": rate, "weight_decay": 0.0})
+        return optimizer
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        """As the Trainer's, with every response position an anchor."""
+        collator, self.data_collator = self.data_collator, BlockCollator(num_anchors=None)
+        try:
+            return super().get_eval_dataloader(eval_dataset)
+        finally:
+            self.data_collator = collator
+
+    @torch.no_grad()
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        """The batch's unweighted loss, and a row of statistics per sequence for `reduce_statistics`."""
+        inputs = self._prepare_inputs(inputs)
+        block_size = self.accelerator.unwrap_model(model).config.block_size
+        labels = slot_labels(inputs["input_ids"], inputs["loss_mask"], inputs["anchors"], inputs["keep"], block_size)
+        taps = self.target_states(inputs["input_ids"])
+        hidden = block_hidden_states(model, self.embed, inputs["input_ids"], taps, inputs["anchors"], inputs["keep"])
+        valid = labels != IGNORED
+        loss, hits = plain_outcome(hidden[:, :, 1:][valid], labels[valid], self.full_head)
+        correct = torch.zeros_like(valid)
+        correct[valid] = hits
+        statistics = [
+            sequence_statistics(*row) for row in zip(correct, valid, inputs["keep"], inputs["greedy"], strict=True)
+        ]
+        return loss, torch.stack(statistics), inputs["greedy"]
+
+
+def sequence_statistics(
+    correct: torch.Tensor, valid: torch.Tensor, keep: torch.Tensor, greedy: torch.Tensor
+) -> torch.Tensor:
+    """
+    One sequence's counts, (2 + 2 (B - 1),): rounds and tokens of a greedy walk through its blocks, then correct and valid
+    slots at each position. Rounds that the sequence's end cuts are left out, as in every acceptance length we report.
+
+    Args:
+        correct, valid: (A, B - 1) for all anchors of a sequence, one after the other. keep: (A,). greedy: ().
+    """
+    count = int(keep.sum())
+    lead = (correct & valid).int().cumprod(dim=-1).sum(dim=-1).tolist()
+    rounds = tokens = anchor = 0
+    while greedy and anchor + lead[anchor] + 1 < count:
+        rounds, tokens = rounds + 1, tokens + lead[anchor] + 1
+        anchor += lead[anchor] + 1
+    sums = torch.cat([correct.sum(dim=0), valid.sum(dim=0)])
+    return torch.cat([torch.tensor([rounds, tokens], device=sums.device), sums]).float()
+
+
+def reduce_statistics(prediction: EvalPrediction) -> dict[str, float]:
+    """Metrics of `sequence_statistics` rows (N, 2 + 2 (B - 1)): `acceptance_length`, and `accuracy_k` for each slot k."""
+    totals = prediction.predictions.sum(axis=0)
+    slots = (len(totals) - 2) // 2
+    metrics = {f"accuracy_{k + 1}": float(totals[2 + k] / max(totals[2 + slots + k], 1)) for k in range(slots)}
+    return {"acceptance_length": float(totals[1] / totals[0]) if totals[0] else float("nan"), **metrics}
+
+
