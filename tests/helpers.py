@@ -1,0 +1,77 @@
+"""Tiny pairs that make faults cheap: a random dense target, a drafter for it, and an oracle that drafts the truth."""
+
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from dflare import DFlareConfig, DFlareForBlockDiffusion
+from dflare.candidates_dflare import DFlareCandidateGenerator
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def tiny_target(vocab_size: int = 64, dtype=torch.float64, seed: int = 0, **overrides) -> LlamaForCausalLM:
+    """Six random layers of width 64. In float64 rounding cannot flip a tie, so greedy outputs can be compared."""
+    torch.manual_seed(seed)
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2)
+    config = LlamaConfig(
+        vocab_size=vocab_size, bos_token_id=1, eos_token_id=2, pad_token_id=0, initializer_range=0.2, **{**sizes, **overrides}
+    )
+    target = LlamaForCausalLM(config).to(dtype).eval()
+    target.generation_config.eos_token_id = None  # runs end at their budget unless a test says otherwise
+    return target
+
+
+def tiny_drafter(target, block_size: int = 4, seed: int = 1, **overrides) -> DFlareForBlockDiffusion:
+    """Two random draft layers on taps 1, 2, 3 of `target`, in its dtype."""
+    torch.manual_seed(seed)
+    fields = dict(num_hidden_layers=2, block_size=block_size, target_layer_ids=[1, 2, 3]) | overrides
+    config = DFlareConfig.from_target(target.config, **fields)
+    return DFlareForBlockDiffusion(config).to(target.dtype).eval()
+
+
+class OracleGenerator(DFlareCandidateGenerator):
+    """Drafts as usual, then says the true continuation instead, wrong at block position `spoiled` (1 is the first)."""
+
+    truth: torch.Tensor
+    spoiled: int | None
+
+    def _choose(self, input_ids, logits):
+        count, length = logits.shape[1], input_ids.shape[1]
+        tokens = self.truth[:, length : length + count].clone()
+        tokens = torch.nn.functional.pad(tokens, (0, count - tokens.shape[1]))
+        if self.spoiled is not None and self.spoiled <= count:
+            place = self.spoiled - 1
+            tokens[:, place] = (tokens[:, place] + 1) % logits.shape[-1]
+        return tokens, logits
+
+
+def make_oracle(drafter: DFlareForBlockDiffusion, truth: torch.Tensor, spoiled: int | None) -> None:
+    """Turns `drafter` into an oracle for the sequence `truth` (1, length), prompt included."""
+
+    def make(target, **call):
+        generator = OracleGenerator(drafter, target, **call)
+        generator.truth, generator.spoiled = truth, spoiled
+        return generator
+
+    drafter.make_candidate_generator = make
+
+
+def prompt_of(length: int, vocab_size: int = 64, seed: int = 0) -> torch.Tensor:
+    """Random prompt ids (1, length), none of them special."""
+    return torch.randint(3, vocab_size, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def greedy(target, input_ids, **options):
+    """The same call without a drafter."""
+    return target.generate(input_ids=input_ids, do_sample=False, **options)
+
+
+def golden_target(kind: str) -> Qwen3ForCausalLM:
+    """The target of a golden pair."""
+    from safetensors.torch import load_file
+
+    target = Qwen3ForCausalLM(Qwen3Config.from_json_file(str(GOLDEN / f"{kind}_tiny" / "target_config.json")))
+    target.load_state_dict(load_file(GOLDEN / f"{kind}_tiny" / "target.safetensors"))
+    return target.eval().requires_grad_(False)
