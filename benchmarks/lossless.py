@@ -84,7 +84,9 @@ def gap_at_difference(target, a: torch.Tensor, b: torch.Tensor) -> float:
 def summarise(rows: list[dict]) -> dict:
     """Totals of one benchmark, or of all."""
     lengths = [length for row in rows for length in row["acceptance_lengths"]]
-    speeds = {arm: sum(r["tokens"][arm] for r in rows) / sum(r["seconds"][arm] for r in rows) for arm in rows[0]["tokens"]}
+    speeds = {
+        arm: sum(r["tokens"][arm] for r in rows) / sum(r["seconds"][arm] for r in rows) for arm in rows[0]["tokens"]
+    }
     ratios = [
         (r["tokens"]["dflare"] / r["seconds"]["dflare"]) / (r["tokens"]["ordinary"] / r["seconds"]["ordinary"])
         for r in rows
@@ -173,7 +175,9 @@ def processor() -> str:
 
 def print_table(summary: dict) -> None:
     """The summary as a Markdown table."""
-    print("\n| benchmark | prompts | identical | acceptance length | ordinary tok/s | DFlare tok/s | speed-up | quartiles |")
+    print(
+        "\n| benchmark | prompts | identical | acceptance length | ordinary tok/s | DFlare tok/s | speed-up | quartiles |"
+    )
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |")
     for name, group in summary.items():
         speeds = group["tokens_per_second"]

@@ -5,14 +5,13 @@ import time
 from collections.abc import Callable
 
 import torch
+from dflare.candidates_dflare import DraftRecord, record_drafts
+from dflare.configuration.arguments import GenerateArguments
+from dflare.configuration.targets import resolve_drafter, resolve_target
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, set_seed
-
-from dflare.candidates_dflare import DraftRecord, record_drafts
-from dflare.configuration.arguments import GenerateArguments
-from dflare.configuration.targets import resolve_drafter, resolve_target
 
 WARM_UP_TOKENS = 8
 STYLES = ("black on bright_green", "black on bright_cyan")
@@ -98,7 +97,9 @@ def summary(
     seconds: dict[str, list[float]], tokens: tuple[int, int], record: DraftRecord, identical: bool | None, repeats: int
 ) -> Table:
     """The closing table; medians where runs were repeated."""
-    speeds = {name: count / statistics.median(runs) for (name, runs), count in zip(seconds.items(), tokens, strict=True)}
+    speeds = {
+        name: count / statistics.median(runs) for (name, runs), count in zip(seconds.items(), tokens, strict=True)
+    }
     table = Table(title=f"median of {repeats} runs" if repeats > 1 else None)
     for column in ("", *seconds):
         table.add_column(column, justify="right" if column else "left")

@@ -5,14 +5,13 @@ import json
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
-from transformers.trainer_utils import get_last_checkpoint
-
 from dflare import DFlareConfig, DFlareForBlockDiffusion
 from dflare.configuration.arguments import TrainArguments
 from dflare.configuration.targets import resolve_target
 from dflare.training.data import load_responses, response_token_ids, to_sequences
 from dflare.training.trainer import DFlareTrainer, DFlareTrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers.trainer_utils import get_last_checkpoint
 
 
 def run(args: TrainArguments) -> int:
@@ -20,7 +19,7 @@ def run(args: TrainArguments) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     set_seed(args.seed)
-    training_args = _training_arguments(args)
+    training_args = training_arguments(args)
     rows = load_responses(args.data)
     folder = resolve_target(args.target)
     dtype = args.target_dtype if args.target_dtype == "auto" else getattr(torch, args.target_dtype)
@@ -56,10 +55,12 @@ def save(trainer: DFlareTrainer, args: TrainArguments, metrics: dict) -> None:
     drafter.to(torch.bfloat16).save_pretrained(output / "drafter")
     report = {"arguments": dataclasses.asdict(args), "evaluation": metrics, "log": trainer.state.log_history}
     (output / "training.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(f"acceptance length {metrics['eval_acceptance_length']:.3f} on held-back prompts; drafter in {output / 'drafter'}")
+    print(
+        f"acceptance length {metrics['eval_acceptance_length']:.3f} on held-back prompts; drafter in {output / 'drafter'}"
+    )
 
 
-def _training_arguments(args: TrainArguments) -> DFlareTrainingArguments:
+def training_arguments(args: TrainArguments) -> DFlareTrainingArguments:
     known = {item.name for item in dataclasses.fields(DFlareTrainingArguments) if item.init}
     unknown = set(args.trainer) - known
     if unknown:

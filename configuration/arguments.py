@@ -111,7 +111,9 @@ def resolve(arguments: type, section: str, namespace: argparse.Namespace, extra:
     values |= {name: value for name, value in given.items() if name in fields}
     for group, key, value in _pairs(extra, {name for name, item in fields.items() if item.type is dict}):
         values[group] = {**values.get(group, {}), key: value}
-    missing = [n for n, f in fields.items() if n not in values and f.default is f.default_factory is dataclasses.MISSING]
+    missing = [
+        n for n, f in fields.items() if n not in values and f.default is f.default_factory is dataclasses.MISSING
+    ]
     if missing:
         raise ValueError(f"{', '.join('--' + name for name in missing)}: missing, neither a flag nor in a recipe")
     for name, value in values.items():

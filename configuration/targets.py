@@ -30,7 +30,9 @@ def resolve_drafter(name: str) -> str:
         return name
     folder = Path(__file__).resolve().parent.parent / "hub_cards" / DEFAULT_DRAFTER
     if not folder.is_dir():
-        raise ValueError(f"drafter: {DEFAULT_DRAFTER} comes with the repository, not with the package; there is no {folder}")
+        raise ValueError(
+            f"drafter: {DEFAULT_DRAFTER} comes with the repository, not with the package; there is no {folder}"
+        )
     return str(folder)
 
 

@@ -157,7 +157,9 @@ class DFlareCandidateGenerator(CandidateGenerator):
         stopping_criteria: Sequence = (),
     ):
         if input_ids.shape[0] != 1:
-            raise ValueError(f"the batch size is {input_ids.shape[0]}; assisted generation takes one sequence at a time")
+            raise ValueError(
+                f"the batch size is {input_ids.shape[0]}; assisted generation takes one sequence at a time"
+            )
         self.drafter = drafter
         self.embed = target.get_input_embeddings()
         self.head = target.get_output_embeddings()

@@ -104,7 +104,9 @@ class DFlareConfig(Qwen3Config):
             if getattr(self, key) is None:
                 raise ValueError(f"{key} is missing; DFlareConfig.from_target(target.config) derives it")
         if self.block_size < 2:
-            raise ValueError(f"block_size is {self.block_size}; a block is an anchor and at least one mask, so 2 or more")
+            raise ValueError(
+                f"block_size is {self.block_size}; a block is an anchor and at least one mask, so 2 or more"
+            )
         if self.fusion not in FUSIONS:
             raise ValueError(f"fusion is {self.fusion!r}; known are {', '.join(FUSIONS)}")
         if not 0 <= self.mask_token_id < self.vocab_size:

@@ -3,10 +3,9 @@
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
-
 from dflare import DFlareConfig, DFlareForBlockDiffusion
 from dflare.candidates_dflare import DFlareCandidateGenerator
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -14,9 +13,16 @@ GOLDEN = Path(__file__).parent / "golden"
 def tiny_target(vocab_size: int = 64, dtype=torch.float64, seed: int = 0, **overrides) -> LlamaForCausalLM:
     """Six random layers of width 64. In float64 rounding cannot flip a tie, so greedy outputs can be compared."""
     torch.manual_seed(seed)
-    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2)
+    sizes = dict(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2
+    )
     config = LlamaConfig(
-        vocab_size=vocab_size, bos_token_id=1, eos_token_id=2, pad_token_id=0, initializer_range=0.2, **{**sizes, **overrides}
+        vocab_size=vocab_size,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        initializer_range=0.2,
+        **{**sizes, **overrides},
     )
     target = LlamaForCausalLM(config).to(dtype).eval()
     target.generation_config.eos_token_id = None  # runs end at their budget unless a test says otherwise

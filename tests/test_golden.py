@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from helpers import GOLDEN, golden_target
-from safetensors.torch import load_file
-
 from dflare import DFlareForBlockDiffusion
 from dflare.training.loss import block_loss
+from helpers import GOLDEN, golden_target
+from safetensors.torch import load_file
 
 KINDS = ("dflare", "dflash")
 # Logits are of size 10 to 20 here, so 1e-5 of the hidden states is a few units in their last place.
@@ -47,7 +46,10 @@ def test_greedy_continuation_is_the_targets_own(kind):
     assert whole == expected["advance_per_step"].tolist()[: len(whole)]
 
 
-@pytest.mark.parametrize(("kind", "gamma"), [("dflare", g) for g in ("none", "4.0", "4.5", "7.0")] + [("dflash", g) for g in ("none", "4.0", "7.0")])
+@pytest.mark.parametrize(
+    ("kind", "gamma"),
+    [("dflare", g) for g in ("none", "4.0", "4.5", "7.0")] + [("dflash", g) for g in ("none", "4.0", "7.0")],
+)
 def test_loss_and_gradients(kind, gamma):
     drafter = DFlareForBlockDiffusion.from_pretrained(GOLDEN / f"{kind}_tiny")
     target, expected = golden_target(kind), load_file(GOLDEN / f"{kind}_tiny" / "loss.safetensors")

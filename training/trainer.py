@@ -3,10 +3,9 @@
 from dataclasses import dataclass, field
 
 import torch
+from dflare.candidates_dflare import request_taps, select_taps
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalPrediction
-
-from dflare.candidates_dflare import request_taps, select_taps
 
 from .anchors import IGNORED, slot_labels
 from .data import BlockCollator
@@ -17,10 +16,14 @@ from .loss import RestrictedHead, block_hidden_states, block_loss, gamma_at, pla
 class DFlareTrainingArguments(TrainingArguments):
     """`TrainingArguments` and what the block loss needs; the defaults are the paper's."""
 
-    gamma: float | None = field(default=4.5, metadata={"help": "Decay of the position weights, in slots; null for none."})
+    gamma: float | None = field(
+        default=4.5, metadata={"help": "Decay of the position weights, in slots; null for none."}
+    )
     gamma_step: float = field(default=1.0, metadata={"help": "What gamma gains with each epoch; 0 keeps it fixed."})
     num_anchors: int = field(default=512, metadata={"help": "Anchors per sequence at most."})
-    fusion_lr_scale: float = field(default=1.0, metadata={"help": "Learning rate of the fusion weights, as a multiple."})
+    fusion_lr_scale: float = field(
+        default=1.0, metadata={"help": "Learning rate of the fusion weights, as a multiple."}
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -165,5 +168,3 @@ def reduce_statistics(prediction: EvalPrediction) -> dict[str, float]:
     slots = (len(totals) - 2) // 2
     metrics = {f"accuracy_{k + 1}": float(totals[2 + k] / max(totals[2 + slots + k], 1)) for k in range(slots)}
     return {"acceptance_length": float(totals[1] / totals[0]) if totals[0] else float("nan"), **metrics}
-
-

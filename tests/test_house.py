@@ -1,0 +1,124 @@
+"""The tree keeps its promises: packaging, what goes to the Hub, commands and recipes."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
+
+from dflare.commands.main import build_parser, main
+from dflare.configuration.arguments import SECTIONS, resolve
+
+ROOT = Path(__file__).parent.parent
+RECIPES = sorted((ROOT / "configuration" / "recipes").glob("*.yaml"))
+HUB_FILES = sorted((ROOT / "modeling_dflare").glob("*_dflare.py"))
+
+
+def test_every_module_belongs_to_a_listed_package():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {ROOT / folder for folder in settings["package-dir"].values()}
+    assert set(settings["packages"]) == set(settings["package-dir"])
+    for top in folders:
+        assert {file.parent for file in top.rglob("*.py") if "dflare-" not in str(file)} <= folders
+
+
+@pytest.mark.parametrize("file", HUB_FILES, ids=lambda file: file.name)
+def test_hub_files_import_only_torch_transformers_and_siblings(file):
+    allowed = {"torch", "transformers", *sys.stdlib_module_names} - {
+        "os",
+        "subprocess",
+        "socket",
+        "pathlib",
+        "shutil",
+        "urllib",
+    }
+    siblings = {other.stem for other in HUB_FILES}
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            assert {alias.name.split(".")[0] for alias in node.names} <= allowed
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            assert node.module.split(".")[0] in allowed
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 1 and node.module in siblings
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            assert node.func.id not in ("open", "exec", "eval", "__import__", "compile")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in SECTIONS)], ids=" ".join)
+def test_help_does_not_wait_for_torch(arguments):
+    script = (
+        "import sys; sys.argv = ['dflare'] + %r\n"
+        "from dflare.commands.main import main\n"
+        "try: main()\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules" % arguments
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "usage: dflare" in done.stdout
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda file: file.stem)
+def test_recipes_are_understood(recipe):
+    for section in yaml.safe_load(recipe.read_text()):
+        namespace, extra = build_parser().parse_known_args([section, "--config", str(recipe)])
+        arguments = resolve(SECTIONS[section], section, namespace, extra)
+        if section == "train":
+            from dflare import DFlareConfig
+            from dflare.commands.train import training_arguments
+
+            training_arguments(arguments)
+            from transformers import LlamaConfig
+
+            DFlareConfig.from_target(LlamaConfig(num_hidden_layers=36), **arguments.drafter)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train"], "--data, --output_dir: missing"),
+        (["train", "--data", "x", "--output_dir", "y", "--drafter.depth"], "missing its value"),
+        (["train", "--data", "x", "--output_dir", "y", "--trainr.lr", "1"], "unknown argument '--trainr.lr'"),
+        (["train", "--data", "nowhere.parquet", "--output_dir", "y"], "no file nowhere.parquet"),
+        (["train", "--data", "x", "--output_dir", "y", "--trainer.learning_rat", "1"], "learning_rat"),
+        (["generate", "--config", "nowhere.yaml"], "no file nowhere.yaml"),
+    ],
+)
+def test_mistakes_end_in_one_line(words, message, capsys):
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ("train: {dta: x}", "unknown key 'dta'; did you mean 'data'?"),
+        ("trian: {}", "unknown key 'trian'; did you mean 'train'?"),
+        ("train: {data: x, output_dir: y, max_length: long}", "max_length: expected int, found 'long'"),
+        ("train: {data: x, output_dir: y, target_dtype: int4}", "'int4' is none of"),
+        ("[1]", "a recipe is a mapping"),
+    ],
+)
+def test_mistyped_recipes_are_errors(recipe, message, tmp_path, capsys):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(recipe)
+    assert main(["train", "--config", str(file)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_flag_overrides_the_recipe_and_the_recipe_the_default(tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text("train: {data: a, output_dir: b, seed: 3, trainer: {learning_rate: 0.1, gamma: 2}}")
+    words = ["train", "--config", str(file), "--seed", "4", "--trainer.gamma", "null", "--drafter.block_size=8"]
+    namespace, extra = build_parser().parse_known_args(words)
+    arguments = resolve(SECTIONS["train"], "train", namespace, extra)
+    assert (arguments.data, arguments.seed, arguments.max_length) == ("a", 4, 3072)
+    assert arguments.trainer == {"learning_rate": 0.1, "gamma": None} and arguments.drafter == {"block_size": 8}

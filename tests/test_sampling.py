@@ -1,0 +1,117 @@
+"""Sampling with the drafter is the target's own distribution."""
+
+import itertools
+
+import pytest
+import torch
+from helpers import tiny_drafter, tiny_target
+
+VOCABULARY, NEW = 8, 3
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """A target whose next token depends mildly on its context, so that random drafts are often accepted."""
+    target = tiny_target(vocab_size=VOCABULARY, dtype=torch.float32)
+    with torch.no_grad():
+        target.lm_head.weight.mul_(0.15)
+    target.generation_config.pad_token_id = 0
+    return target, tiny_drafter(target)
+
+
+@torch.no_grad()
+def exact_distribution(target, prompt, temperature, top_k):
+    """Probabilities (8 ** 3,) of all continuations, computed from the target's logits."""
+    continuations = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=NEW)))
+    ids = torch.cat([prompt.expand(len(continuations), -1), continuations], dim=1)
+    logits = target(input_ids=ids).logits[:, prompt.shape[1] - 1 : -1] / temperature
+    least = logits.topk(top_k, dim=-1).values[..., -1:]
+    probabilities = logits.masked_fill(logits < least, float("-inf")).softmax(dim=-1)
+    return probabilities.gather(2, continuations.unsqueeze(-1)).squeeze(-1).prod(dim=1)
+
+
+def check(pair, runs, temperature, top_k, **options):
+    target, drafter = pair
+    prompt = torch.tensor([[3, 5, 4, 7]])
+    torch.manual_seed(0)
+    counts = torch.zeros(VOCABULARY**NEW)
+    with drafter.record_drafts() as records:
+        for _ in range(runs):
+            output = target.generate(
+                input_ids=prompt,
+                assistant_model=drafter,
+                do_sample=True,
+                temperature=temperature,
+                top_k=top_k,
+                max_new_tokens=NEW + 2,
+                **options,
+            )
+            a, b, c = output[0, 4:7].tolist()
+            counts[a * 64 + b * 8 + c] += 1
+    expected = exact_distribution(target, prompt, temperature, top_k) * runs
+    assert not counts[expected == 0].any(), "a token that the target cannot sample"
+    expected, counts = expected[expected > 0], counts[expected > 0]
+    # Pearson's statistic has mean (cells - 1) and, for these counts, variance near 2 (cells - 1); five sigma.
+    statistic = ((counts - expected) ** 2 / expected).sum().item()
+    freedom = len(expected) - 1
+    assert statistic < freedom + 5 * (2 * freedom + (1 / expected).sum().item()) ** 0.5
+    accepted = sum(r.accepted for record in records for r in record.rounds)
+    drafted = sum(r.drafted for record in records for r in record.rounds)
+    return accepted / drafted
+
+
+def test_distribution_of_three_tokens(pair):
+    assert check(pair, 1000, temperature=1.0, top_k=VOCABULARY) > 0.5
+
+
+def test_distribution_with_temperature_and_top_k(pair):
+    assert check(pair, 1000, temperature=0.5, top_k=4) > 0.15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, VOCABULARY), (0.5, 4), (2.0, VOCABULARY)])
+def test_distribution_over_20000_runs(pair, temperature, top_k):
+    assert check(pair, 20_000, temperature, top_k) > 0.15
+
+
+def test_a_stopping_criterion_does_not_bias(pair):
+    """Where a draft is cut by a criterion, the target's own samples are matched instead of the drafts' odds."""
+
+    def never(input_ids, scores, **kwargs):
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+    from transformers import StoppingCriteriaList
+
+    check(pair, 600, temperature=1.0, top_k=VOCABULARY, stopping_criteria=StoppingCriteriaList([never]))
+
+
+def test_drafts_are_scaled_by_the_temperature(pair):
+    target, drafter = pair
+    seen = {}
+    for temperature in (1.0, 2.0):
+        original = drafter.make_candidate_generator
+
+        def make(target, original=original, temperature=temperature, **call):
+            generator = original(target, **call)
+            choose = generator._choose
+
+            def look(input_ids, logits):
+                tokens, processed = choose(input_ids, logits)
+                seen.setdefault(temperature, (logits.clone(), processed))
+                return tokens, processed
+
+            generator._choose = look
+            return generator
+
+        drafter.make_candidate_generator = make
+        target.generate(
+            input_ids=torch.tensor([[3, 5]]),
+            assistant_model=drafter,
+            do_sample=True,
+            temperature=temperature,
+            top_k=0,
+            max_new_tokens=8,
+        )
+        del drafter.make_candidate_generator
+    for temperature, (raw, processed) in seen.items():
+        torch.testing.assert_close(raw / temperature, processed)

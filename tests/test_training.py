@@ -1,0 +1,257 @@
+"""Prompts to responses to a trained drafter, on a tiny pair."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from datasets import Dataset
+from dflare.commands.main import main
+from dflare.training.data import BlockCollator, load_responses, to_sequences
+from dflare.training.prompts import Prompt, contaminated, read_prompts
+from dflare.training.regenerate import SCHEMA, ResponseStore, encode_prompts, generate_rows, read_rows
+from dflare.training.trainer import DFlareTrainer, DFlareTrainingArguments, sequence_statistics
+from helpers import greedy, tiny_drafter, tiny_target
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModel, PreTrainedTokenizerFast
+
+WORDS = [f"w{i}" for i in range(60)]
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *WORDS])}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="</s>", pad_token="<pad>", bos_token="<s>", chat_template=TEMPLATE
+    )
+
+
+@pytest.fixture(scope="module")
+def target():
+    target = tiny_target(dtype=torch.float32)
+    target.generation_config.eos_token_id = 2
+    return target
+
+
+@pytest.fixture
+def files(tmp_path, target, tokenizer):
+    """A target folder and 40 prompts."""
+    target.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    rows = [{"id": f"p{i}", "turns": [" ".join(WORDS[(i + j) % 60] for j in range(3 + i % 5))]} for i in range(40)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    return tmp_path
+
+
+def rows_of(target, count=24, length=40):
+    """Responses of the tiny target to random prompts."""
+    rows = []
+    for i in range(count):
+        prompt = torch.randint(3, 64, (1, 4 + i % 3), generator=torch.Generator().manual_seed(i))
+        response = greedy(target, prompt, max_new_tokens=length, eos_token_id=None)[0, prompt.shape[1] :]
+        rows.append(
+            dict(zip(SCHEMA.names, (f"r{i}", prompt[0].tolist(), response.tolist(), 0.0, "length"), strict=True))
+        )
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------- data
+
+
+def test_the_masked_tokens_are_what_the_target_generated(target, tokenizer):
+    prompts = [Prompt("a", "w1 w2 w3"), Prompt("b", "w9"), Prompt("long", " ".join(WORDS))]
+    encoded = encode_prompts(prompts, tokenizer, max_tokens=20)
+    assert set(encoded) == {"a", "b"}
+    (rows,) = generate_rows(target, encoded, batch_size=2, max_new_tokens=15, temperature=0.0)
+    sequences = to_sequences(Dataset.from_list(rows), max_length=400)
+    for row, sequence in zip(rows, sequences, strict=True):
+        alone = greedy(target, torch.tensor([encoded[row["id"]]]), max_new_tokens=15)[0].tolist()
+        assert sequence["input_ids"] == alone
+        masked = [t for t, m in zip(sequence["input_ids"], sequence["loss_mask"], strict=True) if m]
+        assert masked == row["response_ids"] == alone[len(encoded[row["id"]]) :]
+        assert row["finish_reason"] == ("stop" if alone[-1] == 2 else "length")
+
+
+def test_sequences_are_cut_and_empty_ones_dropped():
+    rows = [("a", [5] * 6, [7] * 6, 0.0, "stop"), ("b", [5] * 9, [7] * 5, 0.8, "stop"), ("c", [5], [7], 0.0, "stop")]
+    sequences = to_sequences(
+        Dataset.from_list([dict(zip(SCHEMA.names, row, strict=True)) for row in rows]), max_length=10
+    )
+    assert [(s["length"], sum(s["loss_mask"]), s["greedy"]) for s in sequences] == [(10, 4, True)]
+
+
+def test_benchmark_prompts_are_found_short_and_long(tokenizer):
+    long = " ".join(WORDS[:40])
+    prompts = [
+        Prompt("inside", "w50 w51 " + " ".join(WORDS[3:36]) + " w52"),
+        Prompt("short", "W7, w8!"),
+        Prompt("31 tokens", " ".join(WORDS[:31])),
+        Prompt("clean", "w1 w2"),
+    ]
+    assert contaminated(prompts, [long, "w7 w8"], tokenizer) == {"inside": "32-gram", "short": "identical"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "prompts.jsonl:1: not JSON"),
+        ('{"id": "a"}', "prompts.jsonl:1: expected"),
+        ('{"id": "a", "turns": ["x", "y"]}', "2 turns"),
+    ],
+)
+def test_bad_prompt_files_name_the_line(tmp_path, text, message):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(text + "\n")
+    with pytest.raises(ValueError, match=message):
+        read_prompts([file])
+
+
+def test_line_separators_inside_text_do_not_end_a_row(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"id": "a", "turns": ["x\u2028y\x85z"]}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert read_prompts([file]) == [Prompt("prompts/a", "x\u2028y\x85z")]
+
+
+def test_a_killed_data_run_goes_on_without_lost_or_repeated_rows(files):
+    output = files / "out.parquet"
+    words = ["data", "--target", str(files / "target"), "--prompts", str(files / "prompts.jsonl"), "--output", str(output),
+             "--batch_size", "1", "--max_new_tokens", "20", "--dtype", "float32"]  # fmt: skip
+    run = subprocess.Popen([sys.executable, "-m", "dflare.commands.main", *words])
+    parts = output.with_name("out.parquet.parts")
+    deadline = time.time() + 120
+    while len(list(parts.glob("*.parquet")) if parts.exists() else []) < 5 and time.time() < deadline:
+        time.sleep(0.02)
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    done = {row["id"]: row for row in ResponseStore(output).rows()}
+    assert 5 <= len(done) <= 40
+    assert main(words) == 0
+    rows = read_rows(output)
+    assert sorted(row["id"] for row in rows) == sorted(f"prompts/p{i}" for i in range(40))
+    assert all(done.get(row["id"], row) == row for row in rows) and not parts.exists()
+
+
+def test_responses_without_a_token_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="no file"):
+        load_responses(tmp_path / "none.parquet")
+    store = ResponseStore(tmp_path / "empty.parquet")
+    store.add([dict(zip(SCHEMA.names, ("a", [1], [], 0.0, "stop"), strict=True))])
+    store.finish({"a"})
+    with pytest.raises(ValueError, match="no response token"):
+        load_responses(tmp_path / "empty.parquet")
+
+
+# ------------------------------------------------------------------------------------------------- trainer
+
+
+def make_trainer(tmp_path, target, drafter, rows, **settings):
+    data = to_sequences(Dataset.from_list(rows), max_length=400)
+    options = dict(
+        output_dir=str(tmp_path / "run"), use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no",
+        per_device_train_batch_size=4, learning_rate=3e-3, num_anchors=16, max_steps=30, logging_steps=10,
+    ) | settings  # fmt: skip
+    return DFlareTrainer(drafter, target, DFlareTrainingArguments(**options), train_dataset=data, eval_dataset=data)
+
+
+def test_training_lowers_the_loss_and_never_touches_the_target(tmp_path, target):
+    rows, drafter = rows_of(target), tiny_drafter(target)
+    before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
+    trainer = make_trainer(tmp_path, target, drafter, rows, fusion_lr_scale=10.0)
+    start = trainer.evaluate()
+    trainer.train()
+    end = trainer.evaluate()
+    assert end["eval_loss"] < 0.8 * start["eval_loss"]
+    assert end["eval_acceptance_length"] > start["eval_acceptance_length"] >= 1.0
+    assert {f"eval_accuracy_{k}" for k in (1, 2, 3)} <= set(end)
+    assert all(torch.equal(before[name], tensor) for name, tensor in target.state_dict().items())
+
+
+def test_validation_foretells_generation(tmp_path, target):
+    """The acceptance length that evaluation reports is the one that generate() has on the same prompts."""
+    rows, drafter = rows_of(target), tiny_drafter(target)
+    trainer = make_trainer(tmp_path, target, drafter, rows)
+    trainer.train()
+    foretold = trainer.evaluate()["eval_acceptance_length"]
+    drafter.eval()
+    lengths = []
+    for row in rows:
+        with drafter.record_drafts() as records:
+            greedy(
+                target, torch.tensor([row["prompt_ids"]]), max_new_tokens=40, eos_token_id=None, assistant_model=drafter
+            )
+        lengths += records[0].acceptance_lengths
+    assert sum(lengths) / len(lengths) == pytest.approx(foretold, abs=0.02)
+
+
+def test_the_walk_through_blocks():
+    correct = torch.tensor([[1, 0, 1], [1, 1, 1], [1, 1, 0], [0, 0, 0], [0, 1, 1], [1, 1, 1]]).bool()
+    keep = torch.ones(6, dtype=torch.bool)
+    walked = sequence_statistics(correct, torch.ones_like(correct), keep, torch.tensor(True)).tolist()
+    # Anchor 0 accepts one draft and moves on to 2, that accepts two and moves on to 5, whose round the end cuts.
+    assert walked[:2] == [2, 5] and walked[2:5] == [4, 4, 4] and walked[5:] == [6, 6, 6]
+    sampled = sequence_statistics(correct, torch.ones_like(correct), keep, torch.tensor(False)).tolist()
+    assert sampled[:2] == [0, 0] and sampled[2:] == walked[2:]
+
+
+def test_accumulation_equals_one_big_batch(tmp_path, target):
+    rows = rows_of(target, count=8)
+    weights = []
+    for batch, steps in ((8, 1), (2, 4)):
+        drafter = tiny_drafter(target)
+        trainer = make_trainer(
+            tmp_path, target, drafter, rows, max_steps=1, per_device_train_batch_size=batch, num_anchors=1000,
+            gradient_accumulation_steps=steps, warmup_steps=0, optim="sgd", learning_rate=1.0, max_grad_norm=0.0,
+        )  # fmt: skip
+        trainer.train()
+        weights.append(torch.cat([p.detach().flatten() for p in drafter.parameters()]))
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-5, atol=1e-5)
+
+
+def test_a_loss_that_is_not_finite_stops_training(tmp_path, target):
+    drafter = tiny_drafter(target)
+    with torch.no_grad():
+        drafter.norm.weight[0] = float("nan")
+    with pytest.raises(FloatingPointError, match="the loss is nan at step 0"):
+        make_trainer(tmp_path, target, drafter, rows_of(target, count=4)).train()
+
+
+def test_collator_pads_without_inventing_anchors():
+    rows = [
+        {"input_ids": [5, 6, 7, 8, 9], "loss_mask": [0, 0, 1, 1, 1], "greedy": True},
+        {"input_ids": [5, 6], "loss_mask": [0, 1], "greedy": False},
+    ]
+    batch = BlockCollator(num_anchors=8)(rows)
+    assert batch["keep"].tolist() == [[True, True], [False, False]] and batch["anchors"][0].tolist() == [2, 3]
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9], [5, 6, 0, 0, 0]] and batch["greedy"].tolist() == [
+        True,
+        False,
+    ]
+
+
+def test_data_and_train_commands_make_a_drafter_that_loads(files):
+    data, run = files / "out.parquet", files / "run"
+    recipe = files / "recipe.yaml"
+    recipe.write_text(
+        f"data: {{target: {files}/target, prompts: ['{files}/prompts.jsonl'], output: {data}, dtype: float32}}\n"
+        f"train:\n  target: {files}/target\n  data: {data}\n  output_dir: {run}\n  validation_size: 8\n"
+        "  restrict_vocabulary: true\n  target_dtype: float32\n"
+        "  drafter: {num_hidden_layers: 2, block_size: 4, num_taps: 3}\n"
+        "  trainer: {use_cpu: true, report_to: none, max_steps: 6, save_steps: 3, per_device_train_batch_size: 4}\n"
+    )
+    assert main(["data", "--config", str(recipe), "--max_new_tokens", "24", "--batch_size", "8"]) == 0
+    assert main(["train", "--config", str(recipe)]) == 0
+    report = json.loads((run / "training.json").read_text())
+    assert report["evaluation"]["eval_acceptance_length"] >= 1.0
+    drafter = AutoModel.from_pretrained(run / "drafter")
+    assert drafter.dtype == torch.bfloat16 and os.path.exists(run / "drafter" / "hook_dflare.py")
+    first = drafter.norm.weight.clone()
+    # The same command again goes on from the newest checkpoint: nothing is left to do, so the drafter is the same.
+    assert main(["train", "--config", str(recipe)]) == 0
+    assert torch.equal(AutoModel.from_pretrained(run / "drafter").norm.weight, first)
