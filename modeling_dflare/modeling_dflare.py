@@ -7,6 +7,7 @@ by b (batch), n (new context tokens), s (block tokens), T (taps), D (draft layer
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +31,7 @@ from .hook_dflare import attach_to, detach_from, install_hook
 # Start value of the fusion logit at a draft layer's depth-matched tap; all others start at 0 (published code).
 FUSION_START = 2.0
 
-KeyValue = tuple[torch.Tensor, torch.Tensor]
+KeyValue = tuple[torch.Tensor, ...]  # keys and values, or cos and sin
 
 
 class DFlareRotaryEmbedding(Qwen3RotaryEmbedding):
@@ -73,12 +74,11 @@ class ContextCache:
 
     def with_block(self, layer_idx: int, block: KeyValue) -> KeyValue:
         """Views of the committed keys and values followed by the block's, which the next call overwrites."""
-        self._write(layer_idx, self.length, block)
+        buffers = self._write(layer_idx, self.length, block)
         end = self.length + block[0].shape[2]
-        keys, values = self.buffers[layer_idx]
-        return keys[:, :, :end], values[:, :, :end]
+        return tuple(buffer[:, :, :end] for buffer in buffers)
 
-    def _write(self, layer_idx: int, start: int, states: KeyValue) -> None:
+    def _write(self, layer_idx: int, start: int, states: KeyValue) -> KeyValue:
         end = start + states[0].shape[2]
         buffers = self.buffers[layer_idx]
         if buffers is None or buffers[0].shape[2] < end:
@@ -89,6 +89,7 @@ class ContextCache:
             buffers = self.buffers[layer_idx] = grown
         for buffer, new in zip(buffers, states, strict=True):
             buffer[:, :, start:end] = new
+        return buffers
 
 
 class DFlareAttention(nn.Module):
@@ -237,7 +238,7 @@ class DFlareForBlockDiffusion(PreTrainedModel):
             for _ in self.layers:
                 yield context
             return
-        weights = self.layer_fusion_weights
+        weights: torch.Tensor = self.layer_fusion_weights
         if self.config.fusion_softmax:
             weights = weights.float().softmax(dim=-1).to(weights.dtype)
         stacked = torch.stack(list(taps))
@@ -247,6 +248,7 @@ class DFlareForBlockDiffusion(PreTrainedModel):
     def project_context(self, taps: Sequence[torch.Tensor], position_ids: torch.Tensor) -> Iterator[KeyValue]:
         """Context keys and values of each draft layer in turn; `position_ids` is (b, n)."""
         position_embeddings = self.rotary_emb(taps[0], position_ids)
+        layer: Any
         for layer, context in zip(self.layers, self.fuse(taps), strict=True):
             yield layer.self_attn.project_context(context, position_embeddings)
 
@@ -278,7 +280,7 @@ class DFlareForBlockDiffusion(PreTrainedModel):
         noise_embeds: torch.Tensor,
         context_hidden_states: torch.Tensor | Sequence[torch.Tensor] | None = None,
         attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: torch.Tensor | None = None,
         cache=None,
         **kwargs,
     ) -> BaseModelOutput:

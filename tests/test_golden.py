@@ -42,7 +42,7 @@ def test_greedy_continuation_is_the_targets_own(kind):
             input_ids=expected["input_ids"], assistant_model=drafter, max_new_tokens=budget, do_sample=False
         )
     assert output.tolist() == answer.tolist()
-    whole = [length for length in records[0].acceptance_lengths]
+    whole = list(records[0].acceptance_lengths)
     assert whole == expected["advance_per_step"].tolist()[: len(whole)]
 
 

@@ -54,11 +54,11 @@ def test_hub_files_import_only_torch_transformers_and_siblings(file):
 @pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in SECTIONS)], ids=" ".join)
 def test_help_does_not_wait_for_torch(arguments):
     script = (
-        "import sys; sys.argv = ['dflare'] + %r\n"
+        f"import sys; sys.argv = ['dflare'] + {arguments!r}\n"
         "from dflare.commands.main import main\n"
         "try: main()\n"
         "except SystemExit as end: assert end.code == 0\n"
-        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules" % arguments
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,7 @@
 """The weighted block loss (paper, Training): cross-entropy of each mask slot, early slots weighing most."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,6 +30,9 @@ class RestrictedHead(nn.Module):
         head: the target's output embedding.
         token_ids: ascending distinct ids to keep.
     """
+
+    token_ids: torch.Tensor
+    weight: torch.Tensor
 
     def __init__(self, head: nn.Module, token_ids: torch.Tensor):
         super().__init__()
@@ -62,7 +66,7 @@ def block_hidden_states(
         embed: the target's embedding, frozen.
         input_ids: (b, S). taps: T tensors (b, S, H) of the target's states on them. anchors, keep: (b, A).
     """
-    plain = getattr(drafter, "module", drafter)
+    plain = unwrap(drafter)
     size = plain.config.block_size
     noise = embed(block_ids(input_ids, anchors, size, plain.config.mask_token_id)).to(plain.dtype)
     hidden = drafter(
@@ -75,7 +79,7 @@ def block_hidden_states(
 
 
 def weighted_cross_entropy(
-    hidden_states: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, head: nn.Module, chunk: int = 2048
+    hidden_states: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, head: Any, chunk: int = 2048
 ) -> torch.Tensor:
     """
     Sum of weight times cross-entropy over the slots with a label; only those reach the head, `chunk` at a time, and
@@ -101,7 +105,7 @@ def weighted_cross_entropy(
 
 
 def plain_outcome(
-    hidden_states: torch.Tensor, labels: torch.Tensor, head: nn.Module, chunk: int = 512
+    hidden_states: torch.Tensor, labels: torch.Tensor, head: Any, chunk: int = 512
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean cross-entropy of (N, H) slots, and for each of the N whether the greedy draft is the label."""
     loss, hits = hidden_states.new_zeros((), dtype=torch.float), []
@@ -131,13 +135,15 @@ def block_loss(
         gamma: decay of the position weights in slots; None for none.
         weight_sum: the divisor, where several batches make one step; by default this batch's own sum.
     """
-    labels = slot_labels(input_ids, loss_mask, anchors, keep, _block_size(drafter))
-    weights = position_weights(_block_size(drafter), gamma, labels.device).expand(labels.shape)
+    block_size = unwrap(drafter).config.block_size
+    labels = slot_labels(input_ids, loss_mask, anchors, keep, block_size)
+    weights = position_weights(block_size, gamma, labels.device).expand(labels.shape)
     if weight_sum is None:
         weight_sum = (weights * (labels != IGNORED)).sum()
     hidden = block_hidden_states(drafter, embed, input_ids, taps, anchors, keep)[:, :, 1:]
     return weighted_cross_entropy(hidden, labels, weights, head) / (weight_sum + 1e-6)
 
 
-def _block_size(drafter: nn.Module) -> int:
-    return getattr(drafter, "module", drafter).config.block_size
+def unwrap(drafter: Any) -> Any:
+    """The drafter inside a wrapper of distributed training."""
+    return getattr(drafter, "module", drafter)
