@@ -19,7 +19,9 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from .configuration_dflare import CROPPABLE_LAYER_TYPES
 
 # Up to 5.22 a list given as `output_hidden_states` names decoder layers; from 5.23 on, places in the usual tuple.
-TUPLE_INDEXED = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 23)
+_VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+TUPLE_INDEXED = _VERSION >= (5, 23)
+CACHE_NAME = "cache" if _VERSION >= (5, 24) else "past_key_values"
 
 
 @dataclass
@@ -177,6 +179,7 @@ class DFlareCandidateGenerator(CandidateGenerator):
         self.padding = model_kwargs.get("attention_mask")
         wants_all = generation_config.output_hidden_states
         self.model_kwargs_overrides = {"output_hidden_states": True if wants_all else request_taps(drafter.config)}
+        _empty_cache(model_kwargs)
         self.context = drafter.new_context_cache()
         self.drafted = 0
         self.record = DraftRecord()
@@ -267,6 +270,17 @@ class DFlareCandidateGenerator(CandidateGenerator):
             if any(bool(criterion(prefix, None).any()) for criterion in self.criteria):
                 return count - 1
         return tokens.shape[1]
+
+
+def _empty_cache(model_kwargs: dict) -> None:
+    """
+    A cache that holds a prefix of the prompt already is emptied, so that the prefill runs over all of it: the loop would
+    go wrong on it, and the drafter needs the prefix's states, which no cache keeps.
+    """
+    cache = model_kwargs.get(CACHE_NAME)
+    filled = 0 if cache is None else cache.get_seq_length()
+    if filled:
+        cache.crop(-filled)
 
 
 def _draft_limit(config, generation_config) -> int:

@@ -282,6 +282,7 @@ class DFlareForBlockDiffusion(PreTrainedModel):
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         cache=None,
+        past_key_values=None,
         **kwargs,
     ) -> BaseModelOutput:
         """
@@ -293,11 +294,13 @@ class DFlareForBlockDiffusion(PreTrainedModel):
             attention_mask: None if all is visible; (b, keys) with 1 for visible keys; or (b, 1, s, keys), boolean.
             position_ids: (b, n + s), the context's positions, then the block's. Defaults to running on from `cache`.
             cache: None, a `ContextCache`, or transformers' `DFlashCache`.
+            past_key_values: the name that transformers below 5.24 gives `cache`.
         Returns:
             `last_hidden_state` (b, s, H) after the final norm, for the target's head.
         Raises:
             ValueError: if the context's width is not T * H.
         """
+        cache = past_key_values if cache is None else cache
         taps = self._split_taps(context_hidden_states)
         num_new = taps[0].shape[1] if taps else 0
         num_cached = _cached_length(cache)

@@ -5,8 +5,9 @@ import threading
 import pytest
 import torch
 from dflare import DFlareConfig, DFlareForBlockDiffusion, install_hook, uninstall_hook
+from dflare.candidates_dflare import CACHE_NAME
 from helpers import greedy, make_oracle, prompt_of, tiny_drafter, tiny_target
-from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import DynamicCache, GenerationMixin, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 
@@ -165,6 +166,17 @@ def test_left_padding_is_no_context(target):
     output = greedy(target, padded, attention_mask=mask, max_new_tokens=20, assistant_model=drafter)
     assert output[:, 5:].tolist() == truth[:, :26].tolist()
     assert seen[0] == 6
+
+
+@pytest.mark.parametrize("filled", [1, 5, 11])
+def test_a_half_filled_cache(target, filled):
+    prompt, drafter = prompt_of(12), tiny_drafter(target)
+    expected = greedy(target, prompt, max_new_tokens=12)
+    cache = DynamicCache(config=target.config)
+    with torch.no_grad():
+        target(input_ids=prompt[:, :filled], use_cache=True, **{CACHE_NAME: cache})
+    output = greedy(target, prompt, max_new_tokens=12, assistant_model=drafter, **{CACHE_NAME: cache})
+    assert output.tolist() == expected.tolist()
 
 
 def test_only_the_taps_are_kept_alive(target):
@@ -329,12 +341,19 @@ def test_records_do_not_mix_between_threads(target):
     assert results == {n: [{n}] * (2 + n) for n in (1, 2, 3)}
 
 
-def test_native_dflash_path_takes_our_drafter(target):
+def test_native_dflash_path_drafts_the_same(target):
     """transformers' own DFlash loop (5.15 and later), which the forward contract serves too."""
     drafter, prompt = tiny_drafter(target), prompt_of(6)
     expected = greedy(target, prompt, max_new_tokens=16)
-    output = greedy(target, prompt, max_new_tokens=16, assistant_model=drafter, speculation_type="dflash")
-    assert output.tolist() == expected.tolist()
+    drafts = {}
+    for path in (None, "dflash"):
+        drafts[path] = []
+        handle = drafter.norm.register_forward_hook(lambda module, args, output, d=drafts[path]: d.append(output))
+        output = greedy(target, prompt, max_new_tokens=16, assistant_model=drafter, speculation_type=path)
+        handle.remove()
+        assert output.tolist() == expected.tolist()
+    for ours, native in zip(drafts[None], drafts["dflash"], strict=False):
+        torch.testing.assert_close(ours, native)
 
 
 def test_mask_token_may_be_generated(target):
