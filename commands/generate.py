@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable
 
 import torch
+from transformers.utils.logging import disable_progress_bar
+
 from dflare.candidates_dflare import DraftRecord, record_drafts
 from dflare.configuration.arguments import GenerateArguments
 from dflare.configuration.targets import resolve_drafter, resolve_target
@@ -50,10 +52,11 @@ def run(args: GenerateArguments) -> int:
     """Answers the prompt; status 1 if a comparison was asked for and greedy output differs."""
     console = Console(highlight=False)
     dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
-    folder = resolve_target(args.target)
+    drafter_folder, folder = resolve_drafter(args.drafter), resolve_target(args.target)
+    disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     target = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    drafter = AutoModel.from_pretrained(resolve_drafter(args.drafter), dtype=dtype)
+    drafter = AutoModel.from_pretrained(drafter_folder, dtype=dtype)
     inputs = encode(args.prompt, tokenizer).to(target.device)
     options: dict = {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}
     if args.temperature > 0:

@@ -7,7 +7,14 @@ import torch
 from dflare import DFlareConfig, DFlareForBlockDiffusion, install_hook, uninstall_hook
 from dflare.candidates_dflare import CACHE_NAME
 from helpers import greedy, make_oracle, prompt_of, tiny_drafter, tiny_target
-from transformers import DynamicCache, GenerationMixin, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    DynamicCache,
+    GenerationMixin,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
 
 

@@ -217,6 +217,17 @@ def test_accumulation_equals_one_big_batch(tmp_path, target):
     torch.testing.assert_close(weights[0], weights[1], rtol=1e-5, atol=1e-5)
 
 
+def test_kept_states_are_the_same_states(tmp_path, target):
+    rows, weights = rows_of(target, count=8), []
+    for keep in (False, True):
+        drafter = tiny_drafter(target)
+        trainer = make_trainer(tmp_path, target, drafter, rows, max_steps=6, keep_states=keep)
+        trainer.train()
+        assert len(trainer.kept_states) == (8 if keep else 0)
+        weights.append(torch.cat([p.detach().flatten() for p in drafter.parameters()]))
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-4, atol=1e-5)
+
+
 def test_a_loss_that_is_not_finite_stops_training(tmp_path, target):
     drafter = tiny_drafter(target)
     with torch.no_grad():

@@ -81,6 +81,7 @@ class BlockCollator:
             "anchors": _pad(anchors),
             "keep": _pad([torch.ones_like(a, dtype=torch.bool) for a in anchors]),
             "greedy": torch.tensor([bool(row["greedy"]) for row in rows]),
+            "length": torch.tensor([len(row["input_ids"]) for row in rows]),
         }
 
 

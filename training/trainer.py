@@ -25,6 +25,14 @@ class DFlareTrainingArguments(TrainingArguments):
         default=1.0, metadata={"help": "Learning rate of the fusion weights, as a multiple."}
     )
 
+    keep_states: bool = field(
+        default=False,
+        metadata={
+            "help": "Keep the target's tapped states of every sequence in memory after its first pass: "
+            "taps x hidden size numbers a token, and later epochs do without the target."
+        },
+    )
+
     def __post_init__(self):
         super().__post_init__()
         if self.gamma is not None and self.gamma <= 0:
@@ -59,6 +67,7 @@ class DFlareTrainer(Trainer):
         super().__init__(model=model, args=args, compute_metrics=reduce_statistics, **kwargs)
         self.model_accepts_loss_kwargs = True
         self.label_names = ["loss_mask"]
+        self.kept_states: dict[bytes, torch.Tensor] = {}
         self.can_return_loss = True
 
     @property
@@ -74,6 +83,20 @@ class DFlareTrainer(Trainer):
         outputs = decoder(input_ids=input_ids, output_hidden_states=request_taps(config), use_cache=False)
         return select_taps(outputs, config)
 
+    def training_states(self, inputs: dict) -> list[torch.Tensor]:
+        """As `target_states`; with `keep_states` only for sequences that are not in memory yet."""
+        if not self.args.keep_states:
+            return self.target_states(inputs["input_ids"])
+        ids, lengths = inputs["input_ids"], inputs["length"].tolist()
+        keys = [row[:length].cpu().numpy().tobytes() for row, length in zip(ids, lengths, strict=True)]
+        missing = [row for row, key in enumerate(keys) if key not in self.kept_states]
+        if missing:
+            taps = torch.stack(self.target_states(ids[missing, : max(lengths[row] for row in missing)]), dim=2).cpu()
+            for row, states in zip(missing, taps, strict=True):
+                self.kept_states[keys[row]] = states[: lengths[row]].clone()
+        rows = [self.kept_states[key] for key in keys]  # (length, T, H) each
+        return list(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(ids.device).unbind(dim=2))
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         loss = block_loss(
             model,
@@ -81,7 +104,7 @@ class DFlareTrainer(Trainer):
             self.head,
             inputs["input_ids"],
             inputs["loss_mask"],
-            self.target_states(inputs["input_ids"]),
+            self.training_states(inputs),
             inputs["anchors"],
             inputs["keep"],
             self.gamma,
