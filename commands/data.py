@@ -3,12 +3,13 @@
 import random
 
 import torch
+from rich.progress import Progress
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+
 from dflare.configuration.arguments import DataArguments
 from dflare.configuration.targets import resolve_target
 from dflare.training.prompts import Prompt, contaminated, read_benchmark_turns, read_prompts
 from dflare.training.regenerate import ResponseStore, encode_prompts, generate_rows, read_rows
-from rich.progress import Progress
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 
 def run(args: DataArguments) -> int:

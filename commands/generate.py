@@ -5,15 +5,15 @@ import time
 from collections.abc import Callable
 
 import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, set_seed
 from transformers.utils.logging import disable_progress_bar
 
 from dflare.candidates_dflare import DraftRecord, record_drafts
 from dflare.configuration.arguments import GenerateArguments
 from dflare.configuration.targets import resolve_drafter, resolve_target
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, set_seed
 
 WARM_UP_TOKENS = 8
 STYLES = ("black on bright_green", "black on bright_cyan")

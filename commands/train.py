@@ -5,13 +5,14 @@ import json
 from pathlib import Path
 
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+
 from dflare import DFlareConfig, DFlareForBlockDiffusion
 from dflare.configuration.arguments import TrainArguments
 from dflare.configuration.targets import resolve_target
 from dflare.training.data import load_responses, response_token_ids, to_sequences
 from dflare.training.trainer import DFlareTrainer, DFlareTrainingArguments
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
-from transformers.trainer_utils import get_last_checkpoint
 
 
 def run(args: TrainArguments) -> int:

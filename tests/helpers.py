@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
 from dflare import DFlareConfig, DFlareForBlockDiffusion
 from dflare.candidates_dflare import DFlareCandidateGenerator
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -1,8 +1,6 @@
 """DFlareConfig: what it derives, what it refuses."""
 
 import pytest
-from dflare import DFlareConfig
-from dflare.configuration_dflare import choose_mask_token, spread_taps
 from transformers import (
     BloomConfig,
     Gemma2Config,
@@ -14,6 +12,9 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen3Config,
 )
+
+from dflare import DFlareConfig
+from dflare.configuration_dflare import choose_mask_token, spread_taps
 
 BASE = dict(rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, num_target_layers=8, block_size=4)
 IDS = dict(target_layer_ids=[1, 3], mask_token_id=7)

@@ -4,9 +4,6 @@ import threading
 
 import pytest
 import torch
-from dflare import DFlareConfig, DFlareForBlockDiffusion, install_hook, uninstall_hook
-from dflare.candidates_dflare import CACHE_NAME
-from helpers import greedy, make_oracle, prompt_of, tiny_drafter, tiny_target
 from transformers import (
     DynamicCache,
     GenerationMixin,
@@ -16,6 +13,10 @@ from transformers import (
     StoppingCriteriaList,
 )
 from transformers.generation.streamers import BaseStreamer
+
+from dflare import DFlareConfig, DFlareForBlockDiffusion, install_hook, uninstall_hook
+from dflare.candidates_dflare import CACHE_NAME
+from helpers import greedy, make_oracle, prompt_of, tiny_drafter, tiny_target
 
 
 @pytest.fixture(scope="module")

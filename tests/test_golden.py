@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
 from dflare import DFlareForBlockDiffusion
 from dflare.training.loss import block_loss
 from helpers import GOLDEN, golden_target
-from safetensors.torch import load_file
 
 KINDS = ("dflare", "dflash")
 # Logits are of size 10 to 20 here, so 1e-5 of the hidden states is a few units in their last place.

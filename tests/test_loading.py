@@ -8,12 +8,13 @@ import sys
 
 import pytest
 import torch
-from dflare import DFlareConfig, DFlareForBlockDiffusion
-from dflare.modeling_dflare import fusion_start
-from helpers import prompt_of, tiny_drafter, tiny_target
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+from dflare import DFlareConfig, DFlareForBlockDiffusion
+from dflare.modeling_dflare import fusion_start
+from helpers import prompt_of, tiny_drafter, tiny_target
 
 CODE = {"configuration_dflare.py", "modeling_dflare.py", "candidates_dflare.py", "hook_dflare.py"}
 

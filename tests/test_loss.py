@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
+from torch import nn
+
 from dflare.candidates_dflare import request_taps, select_taps
 from dflare.training.anchors import IGNORED, anchor_candidates, sample_anchors, slot_labels
 from dflare.training.loss import RestrictedHead, block_loss, gamma_at, position_weights, weighted_cross_entropy
 from helpers import prompt_of, tiny_drafter, tiny_target
-from torch import nn
 
 LENGTH, BLOCK = 20, 4
 

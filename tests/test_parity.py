@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from dflare.candidates_dflare import request_taps, select_taps
 from dflare.training.anchors import block_mask
 from dflare.training.loss import block_hidden_states

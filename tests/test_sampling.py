@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+
 from helpers import tiny_drafter, tiny_target
 
 VOCABULARY, NEW = 8, 3

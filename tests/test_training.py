@@ -10,14 +10,15 @@ import time
 import pytest
 import torch
 from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModel, PreTrainedTokenizerFast
+
 from dflare.commands.main import main
 from dflare.training.data import BlockCollator, load_responses, to_sequences
 from dflare.training.prompts import Prompt, contaminated, read_prompts
 from dflare.training.regenerate import SCHEMA, ResponseStore, encode_prompts, generate_rows, read_rows
 from dflare.training.trainer import DFlareTrainer, DFlareTrainingArguments, sequence_statistics
 from helpers import greedy, tiny_drafter, tiny_target
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModel, PreTrainedTokenizerFast
 
 WORDS = [f"w{i}" for i in range(60)]
 TEMPLATE = (

@@ -3,9 +3,10 @@
 from dataclasses import dataclass, field
 
 import torch
-from dflare.candidates_dflare import request_taps, select_taps
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalPrediction
+
+from dflare.candidates_dflare import request_taps, select_taps
 
 from .anchors import IGNORED, slot_labels
 from .data import BlockCollator
