@@ -8,7 +8,8 @@ from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 FUSIONS = ("layerwise", "shared_fc")
 # The ids that published checkpoints keep inside `dflash_config`; we read and write them in both places.
 NESTED_KEYS = ("block_size", "mask_token_id", "target_layer_ids")
-# Layer kinds whose cache can drop its last tokens again, which verification needs.
+DRAFT_LAYER_TYPES = ("full_attention", "sliding_attention")
+# Target layer kinds whose cache can drop its last tokens again, which verification needs.
 CROPPABLE_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 
@@ -112,6 +113,12 @@ class DFlareConfig(Qwen3Config):
             raise ValueError(f"fusion is {self.fusion!r}; known are {', '.join(FUSIONS)}")
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(f"mask_token_id is {self.mask_token_id}, outside the vocabulary of {self.vocab_size}")
+        unknown = set(self.layer_types) - set(DRAFT_LAYER_TYPES)
+        if unknown or len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types is {self.layer_types}; expected one of {', '.join(DRAFT_LAYER_TYPES)} for each of "
+                f"{self.num_hidden_layers} layers"
+            )
         if "sliding_attention" in self.layer_types and self.sliding_window < self.block_size:
             raise ValueError(f"sliding_window is {self.sliding_window}, below block_size {self.block_size}")
         check_target_layer_ids(self.target_layer_ids, self.num_target_layers)

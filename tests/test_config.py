@@ -69,6 +69,8 @@ def test_levels_that_disagree_are_an_error(key):
         (dict(mask_token_id=None), "mask_token_id is missing"),
         (dict(mask_token_id=151936), "mask_token_id is 151936.*151936"),
         (dict(fusion="mean"), "fusion is 'mean'"),
+        (dict(num_hidden_layers=2, layer_types=["full_attention"]), "layer_types is .* 2 layers"),
+        (dict(num_hidden_layers=1, layer_types=["chunked_attention"]), "layer_types is .*chunked_attention"),
         (dict(rope_parameters=None), "rope_theta is missing"),
         (dict(use_sliding_window=True, sliding_window=3, max_window_layers=0), "sliding_window is 3.*block_size 4"),
     ],

@@ -26,7 +26,14 @@ def test_every_module_belongs_to_a_listed_package():
     folders = {ROOT / folder for folder in settings["package-dir"].values()}
     assert set(settings["packages"]) == set(settings["package-dir"])
     for top in folders:
-        assert {file.parent for file in top.rglob("*.py") if "dflare-" not in str(file)} <= folders
+        assert {file.parent for file in top.rglob("*.py") if not file.parent.name.startswith("dflare-")} <= folders
+
+
+@pytest.mark.parametrize("folder", sorted((ROOT / "hub_cards").glob("dflare-*")), ids=lambda folder: folder.name)
+def test_released_drafters_carry_the_code_as_it_is(folder):
+    assert {file.name for file in folder.glob("*.py")} == {file.name for file in HUB_FILES}
+    for file in HUB_FILES:
+        assert (folder / file.name).read_text() == file.read_text()
 
 
 @pytest.mark.parametrize("file", HUB_FILES, ids=lambda file: file.name)

@@ -70,7 +70,7 @@ def test_distribution_with_temperature_and_top_k(pair):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, VOCABULARY), (0.5, 4), (2.0, VOCABULARY)])
+@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, VOCABULARY), (0.5, 4)])
 def test_distribution_over_20000_runs(pair, temperature, top_k):
     assert check(pair, 20_000, temperature, top_k) > 0.15
 
