@@ -34,6 +34,12 @@ FORMATS = {
     "mbpp_sanitized": "{}",
     "mt_bench": "{}",
 }
+GROUPS = {
+    "math": ("gsm8k", "math500", "aime25"),
+    "code": ("humaneval", "mbpp_sanitized"),
+    "chat": ("mt_bench",),
+    "all": tuple(FORMATS),
+}
 NEAR_TIE = 0.25  # a difference of the top two logits that bf16 rounding can turn over
 
 
@@ -146,7 +152,8 @@ def measure(args, tokenizer, target, drafter) -> dict:
         rows.append({"benchmark": name, "id": id, **row})
         mean = statistics.mean(row["acceptance_lengths"] or [1])
         print(f"{number + 1}/{len(encoded)} {id}: identical {row['identical']}, length {mean:.2f}", flush=True)
-    groups = {name: [row for row in rows if row["benchmark"] == name] for name in FORMATS} | {"all": rows}
+    groups = {name: (name,) for name in FORMATS} | GROUPS
+    summary = {name: summarise([row for row in rows if row["benchmark"] in parts]) for name, parts in groups.items()}
     return {
         "command": "python " + " ".join(sys.argv),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
@@ -160,7 +167,7 @@ def measure(args, tokenizer, target, drafter) -> dict:
             json.dumps([inputs["input_ids"].tolist() for inputs in encoded.values()]).encode()
         ).hexdigest(),
         "drafter_class": f"{type(drafter).__module__}.{type(drafter).__name__}",
-        "summary": {name: summarise(group) for name, group in groups.items()},
+        "summary": summary,
         "rows": rows,
     }
 

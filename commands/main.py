@@ -38,6 +38,9 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"dflare {command}: error: {error}", file=sys.stderr)
         return 2
+    except FloatingPointError as error:
+        print(f"dflare {command}: stopped: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(f"dflare {command}: stopped; the same command goes on from what was saved", file=sys.stderr)
         return 130

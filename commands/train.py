@@ -1,12 +1,14 @@
 """`dflare train`: a target's responses to its drafter, as a Hub folder."""
 
 import dataclasses
+import hashlib
 import json
+import math
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
-from transformers.trainer_utils import get_last_checkpoint
 
 from dflare import DFlareConfig, DFlareForBlockDiffusion
 from dflare.configuration.arguments import TrainArguments
@@ -19,51 +21,121 @@ def run(args: TrainArguments) -> int:
     """Trains, evaluates, and saves the drafter in bf16 beside what made it."""
     if args.threads:
         torch.set_num_threads(args.threads)
-    set_seed(args.seed)
-    training_args = training_arguments(args)
+    settings = training_arguments(args)
     rows = load_responses(args.data)
+    set_seed(args.seed)
     folder = resolve_target(args.target)
     dtype = args.target_dtype if args.target_dtype == "auto" else getattr(torch, args.target_dtype)
     target = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     drafter = build_drafter(args, target, AutoTokenizer.from_pretrained(folder))
-    split = rows.train_test_split(test_size=args.validation_size, seed=args.seed)
-    trainer = DFlareTrainer(
-        drafter,
-        target,
-        training_args,
-        token_ids=response_token_ids(rows) if args.restrict_vocabulary else None,
-        train_dataset=to_sequences(split["train"], args.max_length),
-        eval_dataset=to_sequences(split["test"], args.max_length),
-    )
+    checkpoint = checkpoint_to_resume(args, drafter.config)
+    trainer = build_trainer(args, settings, drafter, target, rows)
     print(f"{sum(p.numel() for p in drafter.parameters()):,} parameters; taps {drafter.config.target_layer_ids}")
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(args.output_dir) if args.resume else None)
-    save(trainer, args, trainer.evaluate())
+    trainer.train(resume_from_checkpoint=checkpoint)
+    save(trainer, args)
     return 0
+
+
+def build_trainer(args: TrainArguments, settings, drafter, target, rows) -> DFlareTrainer:
+    """The trainer with its data, split by the seed."""
+    if not 0 < args.validation_size < len(rows):
+        raise ValueError(f"validation_size is {args.validation_size}, but data holds {len(rows)} rows")
+    split = rows.train_test_split(test_size=args.validation_size, seed=args.seed)
+    train, validation = (to_sequences(split[part], args.max_length) for part in ("train", "test"))
+    if not len(train) or not len(validation):
+        raise ValueError(
+            f"max_length is {args.max_length}, which leaves no response token of any training or validation row"
+        )
+    token_ids = response_token_ids(rows) if args.restrict_vocabulary else None
+    return DFlareTrainer(drafter, target, settings, token_ids=token_ids, train_dataset=train, eval_dataset=validation)
 
 
 def build_drafter(args: TrainArguments, target, tokenizer) -> DFlareForBlockDiffusion:
     """A fresh drafter for `target`, in fp32."""
-    config = DFlareConfig.from_target(target.config, tokenizer=tokenizer, **args.drafter)
+    try:
+        config = DFlareConfig.from_target(target.config, tokenizer=tokenizer, **args.drafter)
+    except TypeError as error:
+        raise ValueError(f"drafter: {error}") from None
     drafter = DFlareForBlockDiffusion(config)
     torch.nn.init.constant_(drafter.norm.weight, args.final_norm_start)
     return drafter
 
 
-def save(trainer: DFlareTrainer, args: TrainArguments, metrics: dict) -> None:
-    """Writes `drafter/` (weights in bf16, config, code) and `training.json` (recipe, log and last evaluation)."""
+def checkpoint_to_resume(args: TrainArguments, config: DFlareConfig) -> str | None:
+    """
+    The newest whole checkpoint in `output_dir`, or None. What the run is made of is written there at its start.
+
+    Raises:
+        ValueError: if the checkpoints belong to a run with another drafter, target or data, naming field and values.
+    """
+    output = Path(args.output_dir)
+    output.mkdir(parents=True, exist_ok=True)
+    made_of = {
+        key: getattr(args, key) for key in ("target", "max_length", "validation_size", "restrict_vocabulary", "seed")
+    }
+    made_of["data"] = hashlib.sha256(Path(args.data).read_bytes()).hexdigest()
+    made_of |= {f"drafter.{k}": v for k, v in config.to_dict().items() if k not in ("transformers_version", "dtype")}
+    made_of = json.loads(json.dumps(made_of))
+    record = output / "run.json"
+    checkpoints = [folder for folder in _newest_first(output) if args.resume and _is_whole(folder)]
+    if checkpoints and record.is_file():
+        before = json.loads(record.read_text(encoding="utf-8"))
+        for key, value in made_of.items():
+            if before.get(key) != value:
+                raise ValueError(
+                    f"{key} is {value!r}, but the checkpoints in {output} were made with {before.get(key)!r}; choose "
+                    "another output_dir, or --no-resume"
+                )
+    _write_json(record, made_of)
+    return str(checkpoints[0]) if checkpoints else None
+
+
+def save(trainer: DFlareTrainer, args: TrainArguments) -> None:
+    """Writes `drafter/` (weights in bf16, config, code), then evaluates and writes `training.json`."""
     output = Path(args.output_dir)
     drafter = trainer.accelerator.unwrap_model(trainer.model)
-    drafter.to(torch.bfloat16).save_pretrained(output / "drafter")
+    release = DFlareForBlockDiffusion(drafter.config).to(torch.bfloat16)
+    release.load_state_dict(drafter.state_dict())
+    release.save_pretrained(output / "drafter")
+    metrics = trainer.evaluate()
     report = {"arguments": dataclasses.asdict(args), "evaluation": metrics, "log": trainer.state.log_history}
-    (output / "training.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(
-        f"acceptance length {metrics['eval_acceptance_length']:.3f} on held-back prompts; drafter in {output / 'drafter'}"
-    )
+    _write_json(output / "training.json", report)
+    length = metrics["eval_acceptance_length"]
+    print(f"acceptance length {length:.3f} on held-back prompts; drafter in {output / 'drafter'}")
+    if math.isnan(length):
+        print("no held-back response is greedy, so there is no acceptance length; regenerate some with temperature 0")
 
 
 def training_arguments(args: TrainArguments) -> DFlareTrainingArguments:
-    known = {item.name for item in dataclasses.fields(DFlareTrainingArguments) if item.init}
+    """The Trainer's arguments; `ValueError` for a key that it does not have or a value that it refuses."""
+    known = {item.name for item in dataclasses.fields(DFlareTrainingArguments) if item.init} - {"output_dir"}
     unknown = set(args.trainer) - known
     if unknown:
         raise ValueError(f"trainer: unknown keys {sorted(unknown)}; they are DFlareTrainingArguments' fields")
-    return DFlareTrainingArguments(output_dir=args.output_dir, **{"seed": args.seed, **args.trainer})
+    try:
+        return DFlareTrainingArguments(output_dir=args.output_dir, **{"seed": args.seed, **args.trainer})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"trainer: {' '.join(str(error).split())}") from None
+
+
+def _newest_first(output: Path) -> list[Path]:
+    return sorted(output.glob("checkpoint-*"), key=lambda folder: -int(folder.name.rpartition("-")[2]))
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Whether a checkpoint's writing came to its end: its last file is readable, and so are the weights."""
+    try:
+        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+        with safe_open(checkpoint / "model.safetensors", "pt"):
+            return (checkpoint / "optimizer.pt").is_file()
+    except (OSError, ValueError, SafetensorError):
+        print(f"{checkpoint} is not whole, so an older one is taken")
+        return False
+
+
+def _write_json(path: Path, content: dict) -> None:
+    """Writes strict JSON (NaN becomes null) in one go."""
+    strict = json.loads(json.dumps(content), parse_constant=lambda name: None)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(strict, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(path)

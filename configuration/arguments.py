@@ -6,6 +6,8 @@ field's default, the recipe's section named after the subcommand, a flag.
 import argparse
 import dataclasses
 import difflib
+import itertools
+import json
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,12 +129,17 @@ def read_recipe(path: str, section: str, fields: dict) -> dict:
 
     if not Path(path).is_file():
         raise ValueError(f"--config: there is no file {path}")
-    recipe = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    try:
+        recipe = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(recipe, dict):
         raise ValueError(f"{path}: a recipe is a mapping of sections, found {type(recipe).__name__}")
     for name in recipe:
         _check_name(f"{path}: section", name, SECTIONS)
     values = recipe.get(section) or {}
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: {section} is a mapping of settings, found {values!r}")
     for name in values:
         _check_name(f"{path}: {section}", name, fields)
     return values
@@ -159,8 +166,6 @@ def _check_type(name: str, value, item: dataclasses.Field) -> None:
 
 
 def _pairs(extra: list[str], groups: set[str]) -> typing.Iterator[tuple[str, str, object]]:
-    import itertools
-
     words = itertools.chain.from_iterable(w.split("=", 1) if w.startswith("--") else [w] for w in extra)
     for flag in words:
         group, _, key = flag.removeprefix("--").partition(".")
@@ -169,9 +174,15 @@ def _pairs(extra: list[str], groups: set[str]) -> typing.Iterator[tuple[str, str
         value = next(words, None)
         if value is None:
             raise ValueError(f"{flag}: missing its value")
-        import yaml
+        yield group, key, _parse_value(value)
 
-        yield group, key, yaml.safe_load(value)
+
+def _parse_value(text: str):
+    """A flag's value: JSON where it is JSON (numbers, true, null, lists), else the text."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
 
 
 def _kind_of(annotation) -> tuple[type, bool]:

@@ -26,7 +26,7 @@ CACHE_NAME = "cache" if _VERSION >= (5, 24) else "past_key_values"
 
 @dataclass
 class DraftRound:
-    """One draft and its verification: tokens drafted, drafts accepted, and whether eos or the budget cut it short."""
+    """One draft and its verification: tokens drafted, drafts accepted, and whether an end of the text cut it short."""
 
     drafted: int
     accepted: int
@@ -46,7 +46,7 @@ class DraftRecord:
 
     @property
     def acceptance_lengths(self) -> list[int]:
-        """Tokens per target pass (bonus token counted), of the rounds that were not cut by eos or the budget."""
+        """Tokens per target pass (bonus token counted), of the rounds that neither eos, budget nor criterion cut."""
         return [r.length for r in self.rounds if not r.cut]
 
     @property
@@ -88,15 +88,31 @@ def check_target(drafter: PreTrainedModel, target: PreTrainedModel, generation_c
                 f"({drafter.name_or_path or type(drafter).__name__}) and {its} in the target's "
                 f"({target.name_or_path or type(target).__name__})"
             )
-    rows = target.get_input_embeddings().weight.shape[0]
-    if ours.mask_token_id >= rows:
-        raise ValueError(f"mask_token_id is {ours.mask_token_id}, but the target's embedding has {rows} rows")
+    _check_embedding(ours, target)
     if drafter.training:
         raise ValueError("the drafter is in training mode; call drafter.eval() before generate()")
-    _check_call(target, theirs, generation_config)
+    if target.training and target.is_gradient_checkpointing:
+        raise ValueError(
+            "the target is in training mode with gradient checkpointing, which drops its cache; call eval()"
+        )
+    _check_layers(target, theirs)
+    _check_options(target, generation_config)
 
 
-def _check_call(target: PreTrainedModel, text_config, generation_config) -> None:
+def _check_embedding(config, target: PreTrainedModel) -> None:
+    embedding = target.get_input_embeddings()
+    rows, width = (
+        getattr(embedding, name, None) for name in ("num_embeddings", "embedding_dim")
+    )  # a wrapper may not tell
+    if rows is not None and config.mask_token_id >= rows:
+        raise ValueError(f"mask_token_id is {config.mask_token_id}, but the target's embedding has {rows} rows")
+    if width is not None and config.hidden_size != width:
+        raise ValueError(f"hidden_size is {config.hidden_size}, but the target's embedding is {width} wide")
+    if target.get_output_embeddings() is None:
+        raise ValueError(f"{type(target).__name__} has no output embedding (language-model head) to draft with")
+
+
+def _check_layers(target: PreTrainedModel, text_config) -> None:
     if target.config.is_encoder_decoder:
         raise ValueError(f"{type(target).__name__} is an encoder-decoder; DFlare accelerates decoder-only targets")
     kinds = set(getattr(text_config, "layer_types", None) or ()) - set(CROPPABLE_LAYER_TYPES)
@@ -105,8 +121,26 @@ def _check_call(target: PreTrainedModel, text_config, generation_config) -> None
             f"{type(target).__name__} has layers of type {', '.join(sorted(kinds))}, whose state cannot be rolled back "
             "after verification; generate without assistant_model"
         )
+
+
+def _check_options(target: PreTrainedModel, generation_config) -> None:
     if generation_config.use_cache is False:
         raise ValueError("use_cache is False; verification needs the target's cache, so leave use_cache at True")
+    if generation_config.guidance_scale not in (None, 1):
+        raise ValueError(
+            f"guidance_scale is {generation_config.guidance_scale}; its processor keeps a cache of its own, which drafts "
+            "that are rejected would spoil: generate without assistant_model"
+        )
+    watermark = type(generation_config.watermarking_config).__name__
+    if watermark == "SynthIDTextWatermarkingConfig":
+        raise ValueError(
+            f"watermarking_config is a {watermark}; its processor remembers every token it is shown, drafts that are "
+            "rejected too: generate without assistant_model"
+        )
+    owner = getattr(target.__dict__.get("prepare_inputs_for_generation"), "__self__", None)
+    tuning = getattr(getattr(owner, "active_peft_config", None), "peft_type", None)
+    if tuning in ("PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING"):
+        raise ValueError(f"the target's adapter is {tuning}, whose virtual tokens the verification loop would lose")
 
 
 def request_taps(config) -> list[int]:
@@ -163,6 +197,7 @@ class DFlareCandidateGenerator(CandidateGenerator):
             raise ValueError(
                 f"the batch size is {input_ids.shape[0]}; assisted generation takes one sequence at a time"
             )
+        _check_inputs(model_kwargs)
         self.drafter = drafter
         self.embed = target.get_input_embeddings()
         self.head = target.get_output_embeddings()
@@ -172,16 +207,20 @@ class DFlareCandidateGenerator(CandidateGenerator):
         self.eos_token_id = getattr(generation_config, "_eos_token_tensor", None)
         self.do_sample = generation_config.do_sample
         self.processors = logits_processor
-        self.criteria = [c for c in stopping_criteria if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria))]
+        self.criteria = [c for c in stopping_criteria if not _is_the_loops_own(c, generation_config)]
+        self.criteria_may_read_scores = bool(
+            generation_config.output_scores and generation_config.return_dict_in_generate
+        )
         self.needs_logits = generation_config.assistant_ensemble_weight is not None
         self.draft_limit = _draft_limit(drafter.config, generation_config)
         self.mask_ids = input_ids.new_full((1, drafter.config.block_size - 1), drafter.config.mask_token_id)
         self.padding = model_kwargs.get("attention_mask")
         wants_all = generation_config.output_hidden_states
         self.model_kwargs_overrides = {"output_hidden_states": True if wants_all else request_taps(drafter.config)}
-        _empty_cache(model_kwargs)
+        _empty_cache(model_kwargs, input_ids.shape[1], generation_config)
         self.context = drafter.new_context_cache()
-        self.drafted = 0
+        self.drafted: int | None = None  # in this round; None outside of one
+        self.stopped_short = False
         self.record = DraftRecord()
         if (records := _records.get()) is not None:
             records.append(self.record)
@@ -205,7 +244,7 @@ class DFlareCandidateGenerator(CandidateGenerator):
             the committed tokens with the drafted ones appended, (1, length + drafts), and the drafts' processed logits
             (1, drafts, vocabulary), or None where the loop is to compare tokens only.
         """
-        self.drafted = 0
+        self.drafted = None
         if is_first_iteration:
             return input_ids, None
         self._commit(select_taps(model_outputs, self.drafter.config), n_last_matches)
@@ -215,7 +254,7 @@ class DFlareCandidateGenerator(CandidateGenerator):
         logits = self.head(self._draft_hidden(input_ids[:, -1:])[:, 1 : count + 1].to(*self.place))
         tokens, logits = self._choose(input_ids, logits.to(input_ids.device))
         keep = self._before_stop(input_ids, tokens)
-        self.drafted = keep
+        self.drafted, self.stopped_short = keep, keep < count
         if keep == 0:
             return input_ids, None
         wants_logits = (self.do_sample and not self.criteria) or self.needs_logits
@@ -223,10 +262,10 @@ class DFlareCandidateGenerator(CandidateGenerator):
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
         """Called by the loop after each verification; only keeps the record."""
-        if self.drafted:
+        if self.drafted is not None:
             last = input_ids[:, -1]
             ended = self.eos_token_id is not None and bool(torch.isin(last, self.eos_token_id.to(last.device)).any())
-            cut = ended or input_ids.shape[1] >= self.max_length
+            cut = ended or self.stopped_short or input_ids.shape[1] >= self.max_length
             self.record.rounds.append(DraftRound(self.drafted, int(num_matches), cut))
 
     def _commit(self, taps: list[torch.Tensor], n_last_matches: int) -> None:
@@ -263,8 +302,11 @@ class DFlareCandidateGenerator(CandidateGenerator):
     def _before_stop(self, input_ids: torch.Tensor, tokens: torch.Tensor) -> int:
         """
         How many drafts lie before the first at which a stopping criterion fires. The loop tests criteria only where a
-        round ends, so a longer draft could run past one.
+        round ends, so a longer draft could run past one. A criterion that may read the scores, which drafts do not have
+        yet, gets its say after every token.
         """
+        if self.criteria and self.criteria_may_read_scores:
+            return 0
         for count in range(1, tokens.shape[1] + 1) if self.criteria else ():
             prefix = torch.cat([input_ids, tokens[:, :count]], dim=-1)
             if any(bool(criterion(prefix, None).any()) for criterion in self.criteria):
@@ -272,15 +314,45 @@ class DFlareCandidateGenerator(CandidateGenerator):
         return tokens.shape[1]
 
 
-def _empty_cache(model_kwargs: dict) -> None:
+def _is_the_loops_own(criterion, generation_config) -> bool:
+    """Whether the loop itself cuts a block where `criterion` fires: at the call's own length and eos tokens only."""
+    if isinstance(criterion, MaxLengthCriteria):
+        return criterion.max_length >= generation_config.max_length
+    own = getattr(generation_config, "_eos_token_tensor", None)
+    if not isinstance(criterion, EosTokenCriteria) or own is None:
+        return False
+    return set(criterion.eos_token_id.tolist()) <= set(own.flatten().tolist())
+
+
+def _check_inputs(model_kwargs: dict) -> None:
+    mask = model_kwargs.get("attention_mask")
+    if model_kwargs.get("inputs_embeds") is not None and mask is not None and not bool(mask.all()):
+        raise ValueError(
+            "attention_mask hides positions of inputs_embeds; the verification loop would lose track of it, so leave the "
+            "hidden positions out, or generate without assistant_model"
+        )
+
+
+def _empty_cache(model_kwargs: dict, length: int, generation_config) -> None:
     """
     A cache that holds a prefix of the prompt already is emptied, so that the prefill runs over all of it: the loop would
     go wrong on it, and the drafter needs the prefix's states, which no cache keeps.
+
+    Raises:
+        ValueError: if `input_ids` does not repeat the tokens that the cache holds.
     """
     cache = model_kwargs.get(CACHE_NAME)
     filled = 0 if cache is None else cache.get_seq_length()
-    if filled:
-        cache.crop(-filled)
+    if not filled:
+        return
+    mask = model_kwargs.get("attention_mask")
+    whole = mask.shape[1] if mask is not None else getattr(generation_config, "_mask_length", length)
+    if max(whole, filled + 1) > length:
+        raise ValueError(
+            f"the cache holds {filled} tokens and input_ids only {length} of {max(whole, filled + 1)}; the drafter needs "
+            "the states of all of them, so pass the whole prompt as input_ids"
+        )
+    cache.crop(-filled)
 
 
 def _draft_limit(config, generation_config) -> int:

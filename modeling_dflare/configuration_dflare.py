@@ -1,9 +1,13 @@
 """Configuration of a DFlare drafter (arXiv 2606.02091): Qwen3's keys plus what ties a drafter to its target."""
 
 import copy
+import dataclasses
 
 from transformers import PreTrainedConfig
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
 
 FUSIONS = ("layerwise", "shared_fc")
 # The ids that published checkpoints keep inside `dflash_config`; we read and write them in both places.
@@ -46,7 +50,7 @@ class DFlareConfig(Qwen3Config):
     model_type = "dflare"
     has_no_defaults_at_init = True
 
-    # Required, but for the parent's sake with a default; `_validate_drafter` refuses a missing one.
+    # Required, but for the parent's sake with a default; `validate_drafter` refuses a missing one.
     block_size: int = None  # type: ignore[assignment]
     num_target_layers: int = None  # type: ignore[assignment]
     target_layer_ids: list[int] = None  # type: ignore[assignment]
@@ -66,7 +70,8 @@ class DFlareConfig(Qwen3Config):
         if self.separate_context_kv is None:
             self.separate_context_kv = self.fusion == "layerwise"
         super().__post_init__(**kwargs)
-        self._validate_drafter()
+        self.validate_drafter()
+        self._warn_of_mask_token()
 
     @property
     def num_taps(self) -> int:
@@ -93,6 +98,14 @@ class DFlareConfig(Qwen3Config):
                 raise ValueError(f"{key} is {top} at the top level but {inner} inside dflash_config; they must agree")
             setattr(self, key, inner if top is None else top)
 
+    def _warn_of_mask_token(self) -> None:
+        eos = self.eos_token_id if isinstance(self.eos_token_id, list) else [self.eos_token_id]
+        if self.mask_token_id in [*eos, self.pad_token_id]:
+            logger.warning(
+                f"mask_token_id is {self.mask_token_id}, which is also eos_token_id {self.eos_token_id} or pad_token_id "
+                f"{self.pad_token_id}: the drafter cannot tell it from text"
+            )
+
     def _require_rope_base(self, kwargs: dict) -> None:
         entries = self.rope_parameters or kwargs.get("rope_scaling") or {}
         if kwargs.get("rope_theta") is None and entries.get("rope_theta") is None:
@@ -101,18 +114,29 @@ class DFlareConfig(Qwen3Config):
                 f"(rope_parameters={self.rope_parameters}); a wrong base drafts rubbish, so there is no default"
             )
 
-    def _validate_drafter(self) -> None:
+    def validate_drafter(self) -> None:
+        """Raises `ValueError` for a field that is missing, of another type, out of range or at odds with another."""
         for key in ("num_target_layers", *NESTED_KEYS):
             if getattr(self, key) is None:
                 raise ValueError(f"{key} is missing; DFlareConfig.from_target(target.config) derives it")
-        if self.block_size < 2:
-            raise ValueError(
-                f"block_size is {self.block_size}; a block is an anchor and at least one mask, so 2 or more"
-            )
+        least = {"block_size": 2, "num_hidden_layers": 1, "num_target_layers": 2, "mask_token_id": 0}
+        if self.num_draft_tokens is not None:
+            least["num_draft_tokens"] = 1
+        for key, low in least.items():
+            _require_int(key, getattr(self, key), low)
         if self.fusion not in FUSIONS:
             raise ValueError(f"fusion is {self.fusion!r}; known are {', '.join(FUSIONS)}")
-        if not 0 <= self.mask_token_id < self.vocab_size:
+        if self.mask_token_id >= self.vocab_size:
             raise ValueError(f"mask_token_id is {self.mask_token_id}, outside the vocabulary of {self.vocab_size}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads is {self.num_attention_heads}, no multiple of num_key_value_heads "
+                f"{self.num_key_value_heads}"
+            )
+        check_target_layer_ids(self.target_layer_ids, self.num_target_layers)
+        self._validate_layer_types()
+
+    def _validate_layer_types(self) -> None:
         unknown = set(self.layer_types) - set(DRAFT_LAYER_TYPES)
         if unknown or len(self.layer_types) != self.num_hidden_layers:
             raise ValueError(
@@ -121,7 +145,6 @@ class DFlareConfig(Qwen3Config):
             )
         if "sliding_attention" in self.layer_types and self.sliding_window < self.block_size:
             raise ValueError(f"sliding_window is {self.sliding_window}, below block_size {self.block_size}")
-        check_target_layer_ids(self.target_layer_ids, self.num_target_layers)
 
     @classmethod
     def from_target(
@@ -151,19 +174,27 @@ class DFlareConfig(Qwen3Config):
         Raises:
             ValueError: if a value does not fit the target, or the target has no RoPE and none is given.
         """
+        known = {item.name for item in dataclasses.fields(cls)} | {"rope_theta", "partial_rotary_factor"}
+        if unknown := set(overrides) - known:
+            raise ValueError(f"from_target: {', '.join(sorted(unknown))}: no such field of DFlareConfig")
         text = target_config.get_text_config()
         depth = text.num_hidden_layers
+        heads = _plain_int(text.num_attention_heads)
+        rope = overrides.pop("rope_parameters", None) or _rope_of(text)
+        for key in ("rope_theta", "partial_rotary_factor"):
+            if key in overrides:
+                rope = {"rope_type": "default", **(rope or {}), key: overrides.pop(key)}
         fields = {
             "vocab_size": text.vocab_size,
             "hidden_size": text.hidden_size,
-            "intermediate_size": getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+            "intermediate_size": _plain_int(getattr(text, "intermediate_size", None)) or 4 * text.hidden_size,
             "num_hidden_layers": num_hidden_layers,
-            "num_attention_heads": text.num_attention_heads,
-            "num_key_value_heads": getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-            "head_dim": getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+            "num_attention_heads": heads,
+            "num_key_value_heads": _plain_int(getattr(text, "num_key_value_heads", None)) or heads,
+            "head_dim": _plain_int(getattr(text, "head_dim", None)) or text.hidden_size // heads,
             "rms_norm_eps": getattr(text, "rms_norm_eps", None) or 1e-6,
             "max_position_embeddings": getattr(text, "max_position_embeddings", None) or 32768,
-            "rope_parameters": _rope_of(text),
+            "rope_parameters": rope,
             "pad_token_id": text.pad_token_id,
             "bos_token_id": text.bos_token_id,
             "eos_token_id": text.eos_token_id,
@@ -177,9 +208,11 @@ class DFlareConfig(Qwen3Config):
 
 def check_target_layer_ids(ids: list[int], num_target_layers: int) -> None:
     """Raises `ValueError` unless `ids` are ascending, distinct decoder layers below the last of `num_target_layers`."""
+    for layer_id in ids:
+        _require_int("target_layer_ids", layer_id, 0)
     if not ids or list(ids) != sorted(set(ids)):
         raise ValueError(f"target_layer_ids is {ids}; they must be distinct and ascending, and at least one")
-    if ids[0] < 0 or ids[-1] >= num_target_layers - 1:
+    if ids[-1] >= num_target_layers - 1:
         raise ValueError(
             f"target_layer_ids is {ids}, but with num_target_layers {num_target_layers} the taps lie in "
             f"0..{num_target_layers - 2} (the last layer's output is not the same thing in every engine)"
@@ -205,22 +238,41 @@ def spread_taps(num_target_layers: int, num_taps: int) -> list[int]:
 
 def choose_mask_token(target_config: PreTrainedConfig, tokenizer=None) -> int:
     """
-    A token with an embedding row that the target does not use: with a tokenizer, a row beyond its vocabulary, else an
-    added token that neither the chat template nor the generation config needs; else the last row that is no special id.
+    A token with an embedding row that the target does not use: with a tokenizer, a row beyond all its ids, else an added
+    token that neither the chat template nor a special id needs; else the last row that is no special id.
     """
-    text = target_config.get_text_config()
-    used = set()
-    for ids in (text.bos_token_id, text.eos_token_id, text.pad_token_id):
-        used |= set(ids) if isinstance(ids, list) else {ids}
+    vocab_size = target_config.get_text_config().vocab_size
+    used = special_token_ids(target_config)
     if tokenizer is not None:
-        if len(tokenizer) < text.vocab_size:
-            return len(tokenizer)
+        first_free = max(tokenizer.get_vocab().values()) + 1
+        if first_free < vocab_size:
+            return first_free
         used |= set(tokenizer.all_special_ids)
         template = str(tokenizer.chat_template or "")
         for token_id, token in sorted(tokenizer.added_tokens_decoder.items()):
-            if token_id not in used and token.content not in template and token_id < text.vocab_size:
+            if token_id not in used and token.content not in template and token_id < vocab_size:
                 return token_id
-    return next(i for i in reversed(range(text.vocab_size)) if i not in used)
+    return next(i for i in reversed(range(vocab_size)) if i not in used)
+
+
+def special_token_ids(target_config: PreTrainedConfig) -> set[int]:
+    """All ids that the config, or its text part, calls a token id: eos and pad as well as a multimodal target's own."""
+    found = set()
+    for config in (target_config, target_config.get_text_config()):
+        for name, value in vars(config).items():
+            if name.endswith(("_token_id", "_token_ids")):
+                found |= set(value) if isinstance(value, (list, tuple)) else {value}
+    return {token_id for token_id in found if token_id is not None}
+
+
+def _require_int(key: str, value, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{key} holds {value!r}; expected a whole number of {least} or more")
+
+
+def _plain_int(value) -> int | None:
+    """A size that some targets state per layer: the largest of them."""
+    return max(value) if isinstance(value, (list, tuple)) else value
 
 
 def _rope_of(text_config: PreTrainedConfig) -> dict | None:

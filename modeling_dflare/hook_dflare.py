@@ -7,8 +7,8 @@ so several loaded copies of this file serve each other's drafters, and hold no s
     assistant.check_target(target, generation_config)        before any work; raises what cannot be accelerated
     assistant.make_candidate_generator(target, **call)       the candidate generator of this one call
 
-The third wrapper only notes a call's stopping criteria on its own copy of the generation config: the stock loop tests
-them once per block, so the candidate generator must end its draft where one would fire.
+The third wrapper only notes the stopping criteria of such a call on the call's own copy of the generation config: the
+stock loop tests them once per block, so the candidate generator must end its draft where one would fire.
 
 Who refuses a patched class calls `uninstall_hook()` and `drafter.attach(target)`, which wraps the same methods on that
 one target.
@@ -35,6 +35,7 @@ def _wrap_validation(original):
         assistant_model = generation_mode_kwargs.get("assistant_model")
         if _accepts(assistant_model) and generation_config.speculation_type is None:
             assistant_model.check_target(self, generation_config)
+            setattr(generation_config, CRITERIA, ())
         return original(self, generation_mode, generation_config, generation_mode_kwargs)
 
     return validate
@@ -62,7 +63,8 @@ def _wrap_stopping(original):
     @functools.wraps(original)
     def get_stopping_criteria(self, *args, **kwargs):
         criteria = original(self, *args, **kwargs)
-        setattr(kwargs["generation_config"], CRITERIA, criteria)
+        if hasattr(kwargs["generation_config"], CRITERIA):  # set by the validation of a call of ours
+            setattr(kwargs["generation_config"], CRITERIA, criteria)
         return criteria
 
     return get_stopping_criteria
@@ -95,14 +97,23 @@ def uninstall_hook() -> None:
                 setattr(GenerationMixin, name, original)
 
 
-def attach_to(target: PreTrainedModel) -> None:
-    """Wraps the methods on this one target, whether or not the class is patched."""
+def attach_to(target) -> None:
+    """Wraps the methods on this one target (or the one inside a compiled or PEFT wrapper), whatever the class does."""
+    target = _innermost(target)
     for name, wrap in WRAPPERS.items():
         method = getattr(type(target), name)
         setattr(target, name, MethodType(wrap(getattr(method, MARK, method)), target))
 
 
-def detach_from(target: PreTrainedModel) -> None:
+def detach_from(target) -> None:
     """Undoes `attach_to`; a target that is not attached is left alone."""
+    target = _innermost(target)
     for name in WRAPPERS:
         target.__dict__.pop(name, None)
+
+
+def _innermost(target) -> PreTrainedModel:
+    """The model itself inside `torch.compile` and PEFT wrappers."""
+    while not isinstance(target, GenerationMixin):
+        target = target._orig_mod if hasattr(target, "_orig_mod") else target.get_base_model()
+    return target

@@ -35,7 +35,11 @@ KeyValue = tuple[torch.Tensor, ...]  # keys and values, or cos and sin
 
 
 class DFlareRotaryEmbedding(Qwen3RotaryEmbedding):
-    """Qwen3's rotary embedding that also honours `partial_rotary_factor` in the default type."""
+    """
+    Qwen3's rotary embedding, except that it honours `partial_rotary_factor` in the default type, and that the frequencies
+    never change with the length seen (types `dynamic` and `longrope`): cached context would keep the old ones, and one
+    call would change the next one's drafts.
+    """
 
     @staticmethod
     def compute_default_rope_parameters(config: DFlareConfig, device=None, **kwargs) -> tuple[torch.Tensor, float]:
@@ -43,6 +47,12 @@ class DFlareRotaryEmbedding(Qwen3RotaryEmbedding):
         dim = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, dim, 2, dtype=torch.float, device=device) / dim
         return rope["rope_theta"] ** -exponents, 1.0
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> KeyValue:
+        """cos and sin (b, s, rotary_dim) in the dtype of `x` for positions (b, s)."""
+        angles = position_ids[..., None].float() * self.inv_freq.to(device=x.device, dtype=torch.float)
+        angles = torch.cat([angles, angles], dim=-1)
+        return tuple((table * self.attention_scaling).to(x.dtype) for table in (angles.cos(), angles.sin()))
 
 
 def rotate(states: torch.Tensor, position_embeddings: KeyValue) -> torch.Tensor:
@@ -165,7 +175,7 @@ class DFlareAttention(nn.Module):
         return keys, self._heads(v_proj(states)).transpose(1, 2)
 
     def _heads(self, states: torch.Tensor) -> torch.Tensor:
-        return states.unflatten(-1, (-1, self.head_dim))
+        return states.unflatten(-1, (states.shape[-1] // self.head_dim, self.head_dim))
 
 
 class DFlareDecoderLayer(GradientCheckpointingLayer):
@@ -204,6 +214,7 @@ class DFlareForBlockDiffusion(PreTrainedModel):
 
     def __init__(self, config: DFlareConfig):
         super().__init__(config)
+        config.validate_drafter()  # again, since fields can be set after the config was built
         if config.fusion == "layerwise":
             self.layer_fusion_weights = nn.Parameter(torch.empty(config.num_hidden_layers, config.num_taps))
         else:
@@ -322,18 +333,18 @@ class DFlareForBlockDiffusion(PreTrainedModel):
         return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
 
     def _split_taps(self, context) -> list[torch.Tensor]:
-        """The taps as T tensors (b, n, H), whichever way they came."""
+        """The taps as T tensors (b, n, H) of the drafter's dtype, whichever way they came."""
         if context is None:
             return []
         if not isinstance(context, torch.Tensor):
-            return list(context)
+            return [tap.to(self.dtype) for tap in context]
         width = self.config.num_taps * self.config.hidden_size
         if context.shape[-1] != width:
             raise ValueError(
                 f"context_hidden_states is {context.shape[-1]} wide, but {self.config.num_taps} taps "
                 f"of hidden_size {self.config.hidden_size} make {width}"
             )
-        return list(context.split(self.config.hidden_size, dim=-1))
+        return list(context.to(self.dtype).split(self.config.hidden_size, dim=-1))
 
     def _joiner(self, taps: list[torch.Tensor], position_ids: torch.Tensor, cache) -> Callable:
         """How attention gets context and block together: from our cache, from transformers', or, in training, directly."""

@@ -65,7 +65,11 @@ def test_levels_that_disagree_are_an_error(key):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(block_size=1), "block_size is 1"),
+        (dict(block_size=1), "block_size holds 1"),
+        (dict(block_size=8.0), "block_size holds 8.0"),
+        (dict(num_draft_tokens=0), "num_draft_tokens holds 0"),
+        (dict(target_layer_ids=[1.5, 2.5]), "target_layer_ids holds 1.5"),
+        (dict(num_attention_heads=4, num_key_value_heads=3), "num_attention_heads is 4.*num_key_value_heads 3"),
         (dict(mask_token_id=None), "mask_token_id is missing"),
         (dict(mask_token_id=151936), "mask_token_id is 151936.*151936"),
         (dict(fusion="mean"), "fusion is 'mean'"),
@@ -146,8 +150,32 @@ class FakeTokenizer:
         self.size = size
         self.added_tokens_decoder = {i: type("Added", (), {"content": text}) for i, text in added.items()}
 
-    def __len__(self):
-        return self.size
+    def get_vocab(self):
+        return {str(i): i for i in range(self.size) if i != 5}  # with a hole, as real vocabularies have
+
+
+def test_overrides_are_heard_or_refused():
+    target = LlamaConfig(num_hidden_layers=8)
+    assert DFlareConfig.from_target(target, rope_theta=5e5).rope_parameters["rope_theta"] == 5e5
+    with pytest.raises(ValueError, match="num_hiden_layers: no such field"):
+        DFlareConfig.from_target(target, num_hiden_layers=3)
+
+
+def test_a_mask_token_that_text_uses_is_warned_of(caplog):
+    import logging
+
+    logging.getLogger("transformers").propagate = True
+    DFlareConfig(**BASE, **IDS, eos_token_id=[2, 7])
+    assert "mask_token_id is 7, which is also eos_token_id" in caplog.text
+
+
+def test_values_set_later_are_checked_when_the_model_is_built():
+    from dflare import DFlareForBlockDiffusion
+
+    config = DFlareConfig.from_target(LlamaConfig(num_hidden_layers=8, hidden_size=64, num_attention_heads=4))
+    config.target_layer_ids = [4, 4]
+    with pytest.raises(ValueError, match="target_layer_ids"):
+        DFlareForBlockDiffusion(config)
 
 
 def test_mask_token_is_one_the_target_does_not_use():

@@ -6,11 +6,14 @@ import pytest
 import torch
 from transformers import (
     DynamicCache,
+    EosTokenCriteria,
     GenerationMixin,
     LogitsProcessor,
     LogitsProcessorList,
+    MaxLengthCriteria,
     StoppingCriteria,
     StoppingCriteriaList,
+    SynthIDTextWatermarkingConfig,
 )
 from transformers.generation.streamers import BaseStreamer
 
@@ -126,6 +129,52 @@ def test_custom_criterion_inside_a_block(target, stop):
     make_oracle(drafter, truth, None)
     output = greedy(target, prompt, max_new_tokens=30, stopping_criteria=criteria, assistant_model=drafter)
     assert output.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("kind", ["length", "eos"])
+def test_a_users_own_length_or_eos_criterion(target, kind):
+    prompt = prompt_of(8)
+    truth = greedy(target, prompt, max_new_tokens=40)
+    criterion = MaxLengthCriteria(14) if kind == "length" else EosTokenCriteria(int(truth[0, 13]))
+    options = dict(max_new_tokens=30, stopping_criteria=StoppingCriteriaList([criterion]))
+    expected = greedy(target, prompt, **options)
+    drafter = tiny_drafter(target, 8)
+    make_oracle(drafter, truth, None)
+    with drafter.record_drafts() as records:
+        assert greedy(target, prompt, **options, assistant_model=drafter).tolist() == expected.tolist()
+    assert records[0].rounds[-1].cut
+
+
+def test_a_criterion_that_reads_scores(target):
+    def confident(input_ids, scores, **kwargs):
+        done = bool(scores[-1].softmax(-1).max() > 0.5) if scores else False
+        return torch.full((input_ids.shape[0],), done, dtype=torch.bool)
+
+    prompt = prompt_of(8)
+    options = dict(max_new_tokens=20, output_scores=True, return_dict_in_generate=True)
+    options["stopping_criteria"] = StoppingCriteriaList([confident])
+    expected = greedy(target, prompt, **options).sequences
+    output = greedy(target, prompt, **options, assistant_model=tiny_drafter(target)).sequences
+    assert output.tolist() == expected.tolist()
+
+
+def test_stock_assistants_keep_their_criteria(target):
+    """A criterion that cannot be copied, such as one that waits for an event, works as without the hook."""
+    event = threading.Event()
+
+    class Cancelled(StoppingCriteria):
+        def __init__(self):
+            self.event = event
+
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.full((input_ids.shape[0],), self.event.is_set(), dtype=torch.bool)
+
+    prompt = prompt_of(8)
+    expected = greedy(target, prompt, max_new_tokens=12)
+    criteria = StoppingCriteriaList([Cancelled()])
+    for assistant in (tiny_target(seed=3), tiny_drafter(target)):
+        output = greedy(target, prompt, max_new_tokens=12, stopping_criteria=criteria, assistant_model=assistant)
+        assert output.tolist() == expected.tolist()
 
 
 def test_processors_see_each_drafts_own_prefix(target):
@@ -263,6 +312,36 @@ def test_what_cannot_be_accelerated_is_refused_before_work(target):
         greedy(target, prompt_of(4), max_new_tokens=4, assistant_model=drafter)
 
 
+def test_options_that_drafts_would_spoil_are_refused(target):
+    drafter, prompt = tiny_drafter(target), prompt_of(6)
+    synth = SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
+    for options, message in (
+        (dict(guidance_scale=1.5), "guidance_scale is 1.5"),
+        (dict(watermarking_config=synth, do_sample=True), "SynthIDTextWatermarkingConfig"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            target.generate(input_ids=prompt, max_new_tokens=4, assistant_model=drafter, **options)
+    cache = DynamicCache(config=target.config)
+    with torch.no_grad():
+        target(input_ids=prompt, use_cache=True, **{CACHE_NAME: cache})
+    with pytest.raises(ValueError, match="cache holds 6 tokens and input_ids only 2 of 8"):
+        options = {CACHE_NAME: cache, "attention_mask": torch.ones(1, 8, dtype=torch.long)}
+        greedy(target, prompt_of(2), max_new_tokens=4, assistant_model=drafter, **options)
+    embeds = target.get_input_embeddings()(prompt)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1]])
+    with pytest.raises(ValueError, match="attention_mask hides positions of inputs_embeds"):
+        target.generate(inputs_embeds=embeds, attention_mask=mask, max_new_tokens=4, assistant_model=drafter)
+
+
+def test_input_embeddings_instead_of_ids(target):
+    drafter, embeds = tiny_drafter(target), target.get_input_embeddings()(prompt_of(6)).detach()
+    options = dict(inputs_embeds=embeds, max_new_tokens=20, do_sample=False)
+    expected = target.generate(**options)
+    with drafter.record_drafts() as records:
+        assert target.generate(**options, assistant_model=drafter).tolist() == expected.tolist()
+    assert records[0].rounds
+
+
 def test_beams_stay_transformers_own(target):
     """transformers warns and searches with beams alone; the result is the ordinary one."""
     drafter, prompt = tiny_drafter(target), prompt_of(4)
@@ -322,6 +401,9 @@ def test_attach_works_without_the_patched_class(target):
             assert greedy(target, prompt, max_new_tokens=12, assistant_model=drafter).tolist() == expected
         assert records[0].rounds
         drafter.detach(target)
+        drafter.attach(torch.compile(target))
+        assert greedy(target, prompt, max_new_tokens=12, assistant_model=drafter).tolist() == expected
+        drafter.detach(torch.compile(target))
         drafter.detach(target)
         assert "_get_candidate_generator" not in target.__dict__
     finally:

@@ -84,7 +84,8 @@ def test_recipes_are_understood(recipe):
             training_arguments(arguments)
             from transformers import LlamaConfig
 
-            DFlareConfig.from_target(LlamaConfig(num_hidden_layers=36), **arguments.drafter)
+            target = LlamaConfig(num_hidden_layers=36, hidden_size=576, num_attention_heads=9)
+            DFlareConfig.from_target(target, **arguments.drafter)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +113,10 @@ def test_mistakes_end_in_one_line(words, message, capsys):
         ("train: {data: x, output_dir: y, max_length: long}", "max_length: expected int, found 'long'"),
         ("train: {data: x, output_dir: y, target_dtype: int4}", "'int4' is none of"),
         ("[1]", "a recipe is a mapping"),
+        ("train: [1]", "train is a mapping"),
+        ("train: {data: [}", "not YAML"),
+        ("train: {data: x, output_dir: y, trainer: {gamma: abc}}", "trainer: "),
+        ("train: {data: x, output_dir: y, trainer: {output_dir: z}}", "unknown keys ['output_dir']"),
     ],
 )
 def test_mistyped_recipes_are_errors(recipe, message, tmp_path, capsys):
@@ -125,7 +130,10 @@ def test_a_flag_overrides_the_recipe_and_the_recipe_the_default(tmp_path):
     file = tmp_path / "recipe.yaml"
     file.write_text("train: {data: a, output_dir: b, seed: 3, trainer: {learning_rate: 0.1, gamma: 2}}")
     words = ["train", "--config", str(file), "--seed", "4", "--trainer.gamma", "null", "--drafter.block_size=8"]
+    words += ["--trainer.learning_rate", "1e-3", "--trainer.save_strategy", "no"]
     namespace, extra = build_parser().parse_known_args(words)
     arguments = resolve(SECTIONS["train"], "train", namespace, extra)
     assert (arguments.data, arguments.seed, arguments.max_length) == ("a", 4, 3072)
-    assert arguments.trainer == {"learning_rate": 0.1, "gamma": None} and arguments.drafter == {"block_size": 8}
+    assert arguments.trainer == {"learning_rate": 1e-3, "gamma": None, "save_strategy": "no"} and arguments.drafter == {
+        "block_size": 8
+    }

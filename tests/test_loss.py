@@ -128,6 +128,19 @@ def test_chunks_change_neither_loss_nor_gradient_and_masked_slots_skip_the_head(
     assert not results[0][1][labels == IGNORED].any()
 
 
+def test_gradient_checkpointing_changes_nothing(pair):
+    ids, mask, taps = make_batch(pair, [4, 6])
+    anchors, keep = torch.tensor([[5, 9], [7, 8]]), torch.ones(2, 2, dtype=torch.bool)
+    plain = gradients(pair, loss_of(pair, ids, mask, taps, anchors, keep))
+    pair[1].train().gradient_checkpointing_enable()
+    try:
+        checkpointed = gradients(pair, loss_of(pair, ids, mask, taps, anchors, keep))
+    finally:
+        pair[1].gradient_checkpointing_disable()
+        pair[1].eval()
+    torch.testing.assert_close(plain, checkpointed)
+
+
 def test_restricted_head(pair):
     target = pair[0]
     ids, mask, taps = make_batch(pair, [4, 6])
@@ -138,5 +151,7 @@ def test_restricted_head(pair):
     some = ids.unique()
     fewer = loss_of(pair, ids, mask, taps, anchors, keep, head=RestrictedHead(target.get_output_embeddings(), some))
     assert 0 < fewer < whole
+    with pytest.raises(ValueError, match="token_ids lacks the labels"):
+        RestrictedHead(target.get_output_embeddings(), some[1:]).localise(some)
     with pytest.raises(ValueError, match="plain linear head"):
         RestrictedHead(nn.Sequential(nn.Linear(4, 4)), some)

@@ -17,6 +17,16 @@ VARIANTS = {
     "sliding window": dict(
         use_sliding_window=True, sliding_window=6, layer_types=["sliding_attention", "full_attention"]
     ),
+    "longrope": dict(
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "long_factor": [4.0] * 8,
+            "short_factor": [1.0] * 8,
+            "original_max_position_embeddings": 8,
+            "factor": 4.0,
+        }
+    ),
     "partial rotary": dict(
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
     ),

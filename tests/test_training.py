@@ -142,12 +142,36 @@ def test_a_killed_data_run_goes_on_without_lost_or_repeated_rows(files):
     assert all(done.get(row["id"], row) == row for row in rows) and not parts.exists()
 
 
+def test_stored_responses_are_kept_and_never_mixed(files, capsys):
+    output = files / "out.parquet"
+    words = [
+        "data",
+        "--target",
+        str(files / "target"),
+        "--prompts",
+        str(files / "prompts.jsonl"),
+        "--output",
+        str(output),
+    ]
+    words += ["--max_new_tokens", "4", "--dtype", "float32", "--batch_size", "8"]
+    assert main([*words, "--limit", "10"]) == 0
+    first = {row["id"] for row in read_rows(output)}
+    assert main([*words, "--limit", "10"]) == 0  # the same draw: nothing is added
+    assert {row["id"] for row in read_rows(output)} == first and len(first) == 10
+    few = files / "few.jsonl"
+    few.write_text('{"id": "x", "turns": ["w1 w2"]}\n')
+    assert main([*words[:4], str(few), *words[5:]]) == 0  # other prompts: what is stored stays
+    assert {row["id"] for row in read_rows(output)} == first | {"few/x"}
+    assert main([*words, "--temperature", "1.0"]) == 2
+    assert "temperature is 1.0, but" in capsys.readouterr().err
+
+
 def test_responses_without_a_token_are_refused(tmp_path):
     with pytest.raises(ValueError, match="no file"):
         load_responses(tmp_path / "none.parquet")
     store = ResponseStore(tmp_path / "empty.parquet")
     store.add([dict(zip(SCHEMA.names, ("a", [1], [], 0.0, "stop"), strict=True))])
-    store.finish({"a"})
+    store.finish()
     with pytest.raises(ValueError, match="no response token"):
         load_responses(tmp_path / "empty.parquet")
 
@@ -218,6 +242,23 @@ def test_accumulation_equals_one_big_batch(tmp_path, target):
     torch.testing.assert_close(weights[0], weights[1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_target_of_another_dtype(tmp_path, target, dtype):
+    drafter = tiny_drafter(target)
+    other = tiny_target(dtype=dtype)
+    trainer = make_trainer(tmp_path, other, drafter, rows_of(target, count=4), max_steps=1)
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
+def test_batches_without_any_anchor(tmp_path, target):
+    rows = [{"input_ids": [5, 6, 7], "loss_mask": [0, 0, 1], "greedy": True, "length": 3}] * 4
+    trainer = make_trainer(tmp_path, target, tiny_drafter(target), rows_of(target, count=4), max_steps=1)
+    trainer.train_dataset = trainer.eval_dataset = Dataset.from_list(rows)
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] == 0.0
+
+
 def test_kept_states_are_the_same_states(tmp_path, target):
     rows, weights = rows_of(target, count=8), []
     for keep in (False, True):
@@ -250,7 +291,7 @@ def test_collator_pads_without_inventing_anchors():
     ]
 
 
-def test_data_and_train_commands_make_a_drafter_that_loads(files):
+def test_data_and_train_commands_make_a_drafter_that_loads(files, capsys):
     data, run = files / "out.parquet", files / "run"
     recipe = files / "recipe.yaml"
     recipe.write_text(
@@ -266,7 +307,14 @@ def test_data_and_train_commands_make_a_drafter_that_loads(files):
     assert report["evaluation"]["eval_acceptance_length"] >= 1.0
     drafter = AutoModel.from_pretrained(run / "drafter")
     assert drafter.dtype == torch.bfloat16 and os.path.exists(run / "drafter" / "hook_dflare.py")
-    first = drafter.norm.weight.clone()
+    # Another drafter does not go on from this one's checkpoints, and a damaged checkpoint is passed over.
+    assert main(["train", "--config", str(recipe), "--drafter.block_size", "5"]) == 2
+    assert "block_size is 5, but the checkpoints" in capsys.readouterr().err
+    newest = run / "checkpoint-6" / "model.safetensors"
+    newest.write_bytes(newest.read_bytes()[:200])
+    assert main(["train", "--config", str(recipe)]) == 0
+    assert "checkpoint-6 is not whole" in capsys.readouterr().out
+    first = AutoModel.from_pretrained(run / "drafter").norm.weight.clone()
     # The same command again goes on from the newest checkpoint: nothing is left to do, so the drafter is the same.
     assert main(["train", "--config", str(recipe)]) == 0
     assert torch.equal(AutoModel.from_pretrained(run / "drafter").norm.weight, first)

@@ -71,15 +71,22 @@ class BlockCollator:
 
     def __post_init__(self):
         self.generator = torch.Generator().manual_seed(self.seed)
+        self.worker_seed: int | None = None
 
     def __call__(self, rows: Sequence[dict]) -> dict[str, torch.Tensor]:
+        worker = torch.utils.data.get_worker_info()
+        if worker is not None and worker.seed != self.worker_seed:  # a copy in a new worker, made anew each epoch
+            self.worker_seed = worker.seed
+            self.generator.manual_seed(worker.seed)
         masks = [torch.as_tensor(row["loss_mask"]) for row in rows]
-        anchors = [sample_anchors(mask, self.num_anchors, self.generator) for mask in masks]
+        drawn = [sample_anchors(mask, self.num_anchors, self.generator) for mask in masks]
+        # A batch of rows without any anchor still has one slot, which `keep` leaves out.
+        anchors = [anchor if len(anchor) else anchor.new_zeros(1) for anchor in drawn]
         return {
             "input_ids": _pad([torch.as_tensor(row["input_ids"]) for row in rows]),
             "loss_mask": _pad(masks),
             "anchors": _pad(anchors),
-            "keep": _pad([torch.ones_like(a, dtype=torch.bool) for a in anchors]),
+            "keep": _pad([torch.arange(len(a)) < len(d) for a, d in zip(anchors, drawn, strict=True)]),
             "greedy": torch.tensor([bool(row["greedy"]) for row in rows]),
             "length": torch.tensor([len(row["input_ids"]) for row in rows]),
         }

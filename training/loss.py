@@ -45,8 +45,14 @@ class RestrictedHead(nn.Module):
         return nn.functional.linear(hidden_states, self.weight)
 
     def localise(self, labels: torch.Tensor) -> torch.Tensor:
-        """Token ids as rows of this head; every id must be among `token_ids`."""
-        return torch.searchsorted(self.token_ids, labels)
+        """Token ids as rows of this head; `ValueError` if one is not among `token_ids`."""
+        rows = torch.searchsorted(self.token_ids, labels).clamp(max=len(self.token_ids) - 1)
+        if not torch.equal(self.token_ids[rows], labels):
+            missing = labels[self.token_ids[rows] != labels].unique().tolist()
+            raise ValueError(
+                f"token_ids lacks the labels {missing[:10]}; the head is restricted to {len(self.token_ids)} ids"
+            )
+        return rows
 
 
 def block_hidden_states(
@@ -91,7 +97,7 @@ def weighted_cross_entropy(
     """
     valid = labels != IGNORED
     hidden_states, labels, weights = hidden_states[valid], labels[valid], weights[valid]
-    hidden_states = hidden_states.to(head.weight.dtype)
+    hidden_states = hidden_states.to(_input_dtype(head, hidden_states))
     if isinstance(head, RestrictedHead):
         labels = head.localise(labels)
 
@@ -110,7 +116,7 @@ def plain_outcome(
     """Mean cross-entropy of (N, H) slots, and for each of the N whether the greedy draft is the label."""
     loss, hits = hidden_states.new_zeros((), dtype=torch.float), []
     for states, targets in zip(hidden_states.split(chunk), labels.split(chunk), strict=True):
-        logits = head(states.to(head.weight.dtype)).float()
+        logits = head(states.to(_input_dtype(head, states))).float()
         loss += nn.functional.cross_entropy(logits, targets, reduction="sum")
         hits.append(logits.argmax(dim=-1) == targets)
     return loss / max(len(labels), 1), torch.cat(hits)
@@ -142,6 +148,11 @@ def block_loss(
         weight_sum = (weights * (labels != IGNORED)).sum()
     hidden = block_hidden_states(drafter, embed, input_ids, taps, anchors, keep)[:, :, 1:]
     return weighted_cross_entropy(hidden, labels, weights, head) / (weight_sum + 1e-6)
+
+
+def _input_dtype(head: Any, states: torch.Tensor) -> torch.dtype:
+    """What a head wants to be fed: its weight's dtype, unless that is a quantised one."""
+    return head.weight.dtype if head.weight.is_floating_point() else states.dtype
 
 
 def unwrap(drafter: Any) -> Any:

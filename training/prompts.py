@@ -24,7 +24,12 @@ def read_prompts(paths: Iterable[str | Path]) -> list[Prompt]:
     Raises:
         ValueError: naming file and line, for a line that is no such object or has more than one turn.
     """
-    return [Prompt(id, turns[0]) for id, turns in _read(paths, single_turn=True)]
+    prompts: dict[str, Prompt] = {}
+    for id, turns in _read(paths, single_turn=True):
+        if id in prompts:
+            raise ValueError(f"prompts: two rows are called {id}; file stem and id together must be unique")
+        prompts[id] = Prompt(id, turns[0])
+    return list(prompts.values())
 
 
 def read_benchmark_turns(paths: Iterable[str | Path]) -> list[str]:
@@ -77,6 +82,7 @@ def _parse(line: str, place: str) -> dict:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{place}: not JSON: {error}") from None
-    if not isinstance(row, dict) or not isinstance(row.get("id"), str) or not row.get("turns"):
+    turns = row.get("turns") if isinstance(row, dict) else None
+    if not turns or not isinstance(turns, list) or not all(isinstance(turn, str) for turn in [*turns, row.get("id")]):
         raise ValueError(f'{place}: expected {{"id": text, "turns": [text, ...]}}, found {line[:80]!r}')
     return row

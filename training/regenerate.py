@@ -3,7 +3,8 @@ Responses of the target itself, which is what its drafter has to foresee: prompt
 Stored are token ids, never text to be tokenised again, so the training mask covers exactly what the target generated.
 """
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -21,6 +22,7 @@ SCHEMA = pa.schema(
         ("finish_reason", pa.string()),
     ]
 )
+METADATA_KEY = b"dflare"  # under which a file keeps what made its rows
 
 
 def encode_prompts(prompts: Sequence[Prompt], tokenizer, max_tokens: int) -> dict[str, list[int]]:
@@ -67,45 +69,72 @@ class ResponseStore:
 
     Args:
         path: the file in the end; the parts lie in `path` + `.parts` until then.
+        settings: what made the rows (target and so on), kept in the files.
+    Raises:
+        ValueError: if rows are there already that other settings made.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, settings: dict | None = None):
         self.path = Path(path)
+        self.settings = settings or {}
         self.parts = self.path.with_name(self.path.name + ".parts")
+        for file in self._files():
+            check_settings(file, self.settings)
         self.parts.mkdir(parents=True, exist_ok=True)
 
     def rows(self) -> list[dict]:
         """All rows stored so far, finished file first."""
-        files = [self.path] if self.path.is_file() else []
-        return [row for file in [*files, *sorted(self.parts.glob("*.parquet"))] for row in read_rows(file)]
+        return [row for file in self._files() for row in read_rows(file)]
 
     def add(self, rows: list[dict]) -> None:
         """Stores one batch."""
         number = len(list(self.parts.glob("*.parquet")))
-        _write(rows, self.parts / f"{number:06d}.parquet")
+        self._write(rows, self.parts / f"{number:06d}.parquet")
 
-    def finish(self, keep: set[str]) -> int:
-        """Joins everything whose id is in `keep`, without repeats, into the file; returns the number of rows."""
-        rows = list({row["id"]: row for row in self.rows() if row["id"] in keep}.values())
-        _write(rows, self.path)
+    def finish(self, without: Collection[str] = ()) -> int:
+        """Joins all rows but those with an id in `without`, and without repeats, into the file; returns their number."""
+        rows = list({row["id"]: row for row in self.rows() if row["id"] not in without}.values())
+        self._write(rows, self.path)
         for part in self.parts.glob("*"):
             part.unlink()
         self.parts.rmdir()
         return len(rows)
 
+    def _files(self) -> list[Path]:
+        return [file for file in [self.path, *sorted(self.parts.glob("*.parquet"))] if file.is_file()]
+
+    def _write(self, rows: list[dict], path: Path) -> None:
+        temporary = path.with_suffix(".tmp")
+        schema = SCHEMA.with_metadata({METADATA_KEY: json.dumps(self.settings)})
+        pq.write_table(pa.Table.from_pylist(rows, schema=schema), temporary, compression="zstd")
+        temporary.replace(path)
+
 
 def read_rows(path: str | Path) -> list[dict]:
-    """Rows of a responses file; `ValueError` if it has other columns."""
-    table = pq.read_table(path)
+    """Rows of a responses file; `ValueError` naming it if it cannot be read or has other columns."""
+    try:
+        table = pq.read_table(path)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(
+            f"{path} is not a readable parquet file ({error}); if it is a damaged part, delete it"
+        ) from None
     if set(SCHEMA.names) - set(table.column_names):
         raise ValueError(f"{path} has the columns {table.column_names}, expected {SCHEMA.names}")
     return table.select(SCHEMA.names).to_pylist()
 
 
-def _write(rows: list[dict], path: Path) -> None:
-    temporary = path.with_suffix(".tmp")
-    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), temporary, compression="zstd")
-    temporary.replace(path)
+def check_settings(path: str | Path, settings: dict) -> None:
+    """Raises `ValueError` if the file says that its rows were made with another value of one of `settings`."""
+    try:
+        metadata = pq.read_schema(path).metadata or {}
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(
+            f"{path} is not a readable parquet file ({error}); if it is a damaged part, delete it"
+        ) from None
+    made_with = json.loads(metadata.get(METADATA_KEY, b"{}"))
+    for key, value in settings.items():
+        if made_with.get(key, value) != value:
+            raise ValueError(f"{key} is {value!r}, but {path} was made with {made_with[key]!r}; choose another output")
 
 
 def _left_pad(sequences: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,12 +5,16 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalPrediction
+from transformers.utils import logging
 
 from dflare.candidates_dflare import request_taps, select_taps
 
 from .anchors import IGNORED, slot_labels
 from .data import BlockCollator
 from .loss import RestrictedHead, block_hidden_states, block_loss, gamma_at, plain_outcome, position_weights
+
+logger = logging.get_logger(__name__)
+EVALUATION_ANCHORS = 64  # blocks evaluated at once, which bounds the attention mask
 
 
 @dataclass
@@ -121,6 +125,9 @@ class DFlareTrainer(Trainer):
         """The sum of slot weights over all micro-batches of a step (and all ranks): the loss's divisor."""
         block_size = self.accelerator.unwrap_model(self.model).config.block_size
         weights = position_weights(block_size, self.gamma)
+        empty = sum(int((~batch["keep"].any(dim=1)).sum()) for batch in batch_samples)
+        if empty:
+            logger.warning_once(f"{empty} sequences of this step hold no anchor and add nothing to the loss")
         total = torch.zeros((), device=device)
         for batch in batch_samples:
             labels = slot_labels(batch["input_ids"], batch["loss_mask"], batch["anchors"], batch["keep"], block_size)
@@ -155,11 +162,16 @@ class DFlareTrainer(Trainer):
         block_size = self.accelerator.unwrap_model(model).config.block_size
         labels = slot_labels(inputs["input_ids"], inputs["loss_mask"], inputs["anchors"], inputs["keep"], block_size)
         taps = self.target_states(inputs["input_ids"])
-        hidden = block_hidden_states(model, self.embed, inputs["input_ids"], taps, inputs["anchors"], inputs["keep"])
+        total, correct = torch.zeros((), device=labels.device), torch.zeros_like(labels, dtype=torch.bool)
+        for piece in torch.arange(labels.shape[1], device=labels.device).split(EVALUATION_ANCHORS):
+            anchors, keep, wanted = inputs["anchors"][:, piece], inputs["keep"][:, piece], labels[:, piece]
+            hidden = block_hidden_states(model, self.embed, inputs["input_ids"], taps, anchors, keep)[:, :, 1:]
+            valid = wanted != IGNORED
+            loss, hits = plain_outcome(hidden[valid], wanted[valid], self.full_head)
+            total += loss * valid.sum()
+            correct[:, piece] = torch.zeros_like(valid).masked_scatter(valid, hits)
         valid = labels != IGNORED
-        loss, hits = plain_outcome(hidden[:, :, 1:][valid], labels[valid], self.full_head)
-        correct = torch.zeros_like(valid)
-        correct[valid] = hits
+        loss = total / valid.sum().clamp(min=1)
         statistics = [
             sequence_statistics(*row) for row in zip(correct, valid, inputs["keep"], inputs["greedy"], strict=True)
         ]

@@ -1,0 +1,1 @@
+../../modeling_dflare/candidates_dflare.py

@@ -1,0 +1,1 @@
+../../modeling_dflare/configuration_dflare.py

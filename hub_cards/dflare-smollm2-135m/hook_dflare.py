@@ -1,0 +1,1 @@
+../../modeling_dflare/hook_dflare.py

@@ -1,0 +1,1 @@
+../../modeling_dflare/modeling_dflare.py
