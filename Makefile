@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-PROMPT ?=
+export PROMPT
 VERSIONS ?= 5.18.0 5.22.2
 
 .PHONY: setup demo test test-slow test-versions lint types clean
@@ -20,7 +20,7 @@ $(READY): constraints.txt pyproject.toml
 	touch $@
 
 demo: $(READY)
-	$(BIN)/dflare generate --compare --repeats 3 $(if $(PROMPT),--prompt "$(PROMPT)")
+	$(BIN)/dflare generate --compare $${PROMPT:+--prompt "$$PROMPT"}
 
 test: $(READY)
 	$(BIN)/python -m pytest

@@ -2,12 +2,11 @@
 
 import random
 
-import torch
 from rich.progress import Progress
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers import AutoTokenizer, set_seed
 
 from dflare.configuration.arguments import DataArguments
-from dflare.configuration.targets import resolve_target
+from dflare.configuration.targets import load_pretrained, resolve_target
 from dflare.training.prompts import Prompt, contaminated, read_benchmark_turns, read_prompts
 from dflare.training.regenerate import ResponseStore, check_settings, encode_prompts, generate_rows, read_rows
 
@@ -53,8 +52,7 @@ def _answer(args: DataArguments, folder: str, tokenizer, prompts: list[Prompt], 
     if not prompts:
         return
     set_seed(args.seed)
-    dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
-    target = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    target = load_pretrained("AutoModelForCausalLM", folder, args.dtype)
     todo = encode_prompts(prompts, tokenizer, args.max_prompt_tokens)
     if len(todo) < len(prompts):
         print(f"{len(prompts) - len(todo)} prompts are longer than {args.max_prompt_tokens} tokens and left out")

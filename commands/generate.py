@@ -8,12 +8,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, set_seed
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
 from transformers.utils.logging import disable_progress_bar
 
 from dflare.candidates_dflare import DraftRecord, record_drafts
 from dflare.configuration.arguments import GenerateArguments
-from dflare.configuration.targets import resolve_drafter, resolve_target
+from dflare.configuration.targets import load_pretrained, resolve_drafter, resolve_target
 
 WARM_UP_TOKENS = 8
 STYLES = ("black on bright_green", "black on bright_cyan")
@@ -44,19 +44,19 @@ class GroupStreamer:
             self.console.print(Text(new, style=STYLES[self.groups % 2]), end=bar, soft_wrap=True)
 
     def end(self) -> None:
-        """Called after the last group."""
-        self.console.print()
+        """Called after the last group; prints what a half character held back."""
+        rest = self.tokenizer.decode(self.tokens, skip_special_tokens=True)[len(self.shown) :]
+        self.console.print(Text(rest, style=STYLES[self.groups % 2]))
 
 
 def run(args: GenerateArguments) -> int:
     """Answers the prompt; status 1 if a comparison was asked for and greedy output differs."""
     console = Console(highlight=False)
-    dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
     drafter_folder, folder = resolve_drafter(args.drafter), resolve_target(args.target)
     disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    target = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    drafter = AutoModel.from_pretrained(drafter_folder, dtype=dtype)
+    target = load_pretrained("AutoModelForCausalLM", folder, args.dtype)
+    drafter = load_pretrained("AutoModel", drafter_folder, args.dtype)
     inputs = encode(args.prompt, tokenizer).to(target.device)
     options: dict = {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}
     if args.temperature > 0:
@@ -78,18 +78,17 @@ def run(args: GenerateArguments) -> int:
 
 
 def compare(decode: Callable, drafter, streamer: GroupStreamer, length: int, args, console: Console) -> int:
-    """Runs both ways in turn `args.repeats` times, shows the drafter's first run as it comes, and sums up."""
-    console.print("[bold]Ordinary decoding ...[/bold]")
-    seconds: dict[str, list[float]] = {"ordinary decoding": [], "with the drafter": []}
-    ordinary, spent = timed(decode)
-    seconds["ordinary decoding"].append(spent)
+    """Shows a run with the drafter as it comes, then times both ways in turn `args.repeats` times, and sums up."""
     console.print("[bold]With the drafter; each colour was accepted in one pass of the target:[/bold]\n")
     with record_drafts() as records:
-        assisted, spent = timed(lambda: decode(drafter, streamer))
-    seconds["with the drafter"].append(spent)
-    for _ in range(args.repeats - 1):
-        seconds["ordinary decoding"].append(timed(decode)[1])
-        seconds["with the drafter"].append(timed(lambda: decode(drafter))[1])
+        decode(drafter, streamer)
+    console.print(f"\n[bold]Timing both ways, {args.repeats} times ...[/bold]")
+    seconds: dict[str, list[float]] = {"ordinary decoding": [], "with the drafter": []}
+    for _ in range(args.repeats):
+        ordinary, spent = timed(decode)
+        seconds["ordinary decoding"].append(spent)
+        assisted, spent = timed(lambda: decode(drafter))
+        seconds["with the drafter"].append(spent)
     identical = torch.equal(ordinary, assisted)
     tokens = (ordinary.shape[1] - length, assisted.shape[1] - length)
     console.print(summary(seconds, tokens, records[0], identical if args.temperature == 0 else None, args.repeats))

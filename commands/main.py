@@ -42,7 +42,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"dflare {command}: stopped: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"dflare {command}: stopped; the same command goes on from what was saved", file=sys.stderr)
+        hint = "" if command == "generate" else "; the same command goes on from what was saved"
+        print(f"dflare {command}: stopped{hint}", file=sys.stderr)
         return 130
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers import AutoTokenizer, set_seed
 
 from dflare import DFlareConfig, DFlareForBlockDiffusion
 from dflare.configuration.arguments import TrainArguments
-from dflare.configuration.targets import resolve_target
+from dflare.configuration.targets import load_pretrained, resolve_target
 from dflare.training.data import load_responses, response_token_ids, to_sequences
 from dflare.training.trainer import DFlareTrainer, DFlareTrainingArguments
 
@@ -25,8 +25,7 @@ def run(args: TrainArguments) -> int:
     rows = load_responses(args.data)
     set_seed(args.seed)
     folder = resolve_target(args.target)
-    dtype = args.target_dtype if args.target_dtype == "auto" else getattr(torch, args.target_dtype)
-    target = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    target = load_pretrained("AutoModelForCausalLM", folder, args.target_dtype)
     drafter = build_drafter(args, target, AutoTokenizer.from_pretrained(folder))
     checkpoint = checkpoint_to_resume(args, drafter.config)
     trainer = build_trainer(args, settings, drafter, target, rows)
@@ -77,14 +76,14 @@ def checkpoint_to_resume(args: TrainArguments, config: DFlareConfig) -> str | No
     made_of |= {f"drafter.{k}": v for k, v in config.to_dict().items() if k not in ("transformers_version", "dtype")}
     made_of = json.loads(json.dumps(made_of))
     record = output / "run.json"
-    checkpoints = [folder for folder in _newest_first(output) if args.resume and _is_whole(folder)]
-    if checkpoints and record.is_file():
-        before = json.loads(record.read_text(encoding="utf-8"))
+    checkpoints = [folder for folder in _newest_first(output) if _is_whole(folder)]
+    if checkpoints:
+        before = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
         for key, value in made_of.items():
             if before.get(key) != value:
                 raise ValueError(
                     f"{key} is {value!r}, but the checkpoints in {output} were made with {before.get(key)!r}; choose "
-                    "another output_dir, or --no-resume"
+                    "another output_dir"
                 )
     _write_json(record, made_of)
     return str(checkpoints[0]) if checkpoints else None
@@ -96,8 +95,11 @@ def save(trainer: DFlareTrainer, args: TrainArguments) -> None:
     drafter = trainer.accelerator.unwrap_model(trainer.model)
     release = DFlareForBlockDiffusion(drafter.config).to(torch.bfloat16)
     release.load_state_dict(drafter.state_dict())
-    release.save_pretrained(output / "drafter")
+    if trainer.is_world_process_zero():
+        release.save_pretrained(output / "drafter")
     metrics = trainer.evaluate()
+    if not trainer.is_world_process_zero():
+        return
     report = {"arguments": dataclasses.asdict(args), "evaluation": metrics, "log": trainer.state.log_history}
     _write_json(output / "training.json", report)
     length = metrics["eval_acceptance_length"]
@@ -127,7 +129,7 @@ def _is_whole(checkpoint: Path) -> bool:
     try:
         json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
         with safe_open(checkpoint / "model.safetensors", "pt"):
-            return (checkpoint / "optimizer.pt").is_file()
+            return True
     except (OSError, ValueError, SafetensorError):
         print(f"{checkpoint} is not whole, so an older one is taken")
         return False

@@ -37,7 +37,7 @@ class GenerateArguments:
     dtype: str = setting("Type of target and drafter.", "float32", DTYPES)
     num_assistant_tokens: int | None = setting("Drafts to verify per round at most.", None)
     compare: bool = setting("Decode ordinarily first, compare, and fail if the tokens differ.", False)
-    repeats: int = setting("With compare: timed runs of each; the table shows their medians.", 1)
+    repeats: int = setting("With compare: timed runs of each; the table shows their medians.", 3)
     seed: int = setting("For sampling.", 0)
 
 
@@ -64,7 +64,9 @@ class TrainArguments:
     """Train a drafter for a target on the target's own responses."""
 
     data: str = setting("Parquet file from `dflare data`.")
-    output_dir: str = setting("Checkpoints, and in the end the drafter as a Hub folder in `drafter/`.")
+    output_dir: str = setting(
+        "Checkpoints, from the newest of which the same command goes on, and in the end the drafter in `drafter/`."
+    )
     target: str = setting(f"Hub id or folder of the target; {DEFAULT_TARGET} is the embedded one.", DEFAULT_TARGET)
     drafter: dict = setting("Arguments of DFlareConfig.from_target (num_hidden_layers, block_size, fusion, ...).", {})
     trainer: dict = setting("Fields of DFlareTrainingArguments (learning_rate, gamma, num_anchors, ...).", {})
@@ -74,7 +76,6 @@ class TrainArguments:
     final_norm_start: float = setting("Start value of the final norm's scale.", 1.0)
     target_dtype: str = setting("Type of the frozen target.", "bfloat16", DTYPES)
     threads: int | None = setting("CPU threads; by default torch decides.", None)
-    resume: bool = setting("Go on from the newest checkpoint in output_dir, if there is one.", True)
     seed: int = setting("For the split, the start values, the order and the anchors.", 0)
 
 

@@ -19,6 +19,22 @@ def resolve_target(name: str) -> str:
     return str(embedded_target()) if name == DEFAULT_TARGET else name
 
 
+def load_pretrained(kind: str, folder: str, dtype: str):
+    """
+    A target (`kind` "AutoModelForCausalLM") or drafter ("AutoModel") in eval mode, on the GPU where there is one.
+
+    Args:
+        dtype: a name of `arguments.DTYPES`; "auto" is the checkpoint's own.
+    """
+    import torch
+    import transformers
+
+    model = getattr(transformers, kind).from_pretrained(
+        folder, dtype=dtype if dtype == "auto" else getattr(torch, dtype)
+    )
+    return model.to("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def resolve_drafter(name: str) -> str:
     """
     What `from_pretrained` takes for `name`: the embedded drafter as a local folder, anything else as it is.

@@ -21,6 +21,7 @@ from .configuration_dflare import CROPPABLE_LAYER_TYPES
 # Up to 5.22 a list given as `output_hidden_states` names decoder layers; from 5.23 on, places in the usual tuple.
 _VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 TUPLE_INDEXED = _VERSION >= (5, 23)
+STOCK_NUM_ASSISTANT_TOKENS = 20
 CACHE_NAME = "cache" if _VERSION >= (5, 24) else "past_key_values"
 
 
@@ -126,6 +127,11 @@ def _check_layers(target: PreTrainedModel, text_config) -> None:
 def _check_options(target: PreTrainedModel, generation_config) -> None:
     if generation_config.use_cache is False:
         raise ValueError("use_cache is False; verification needs the target's cache, so leave use_cache at True")
+    if generation_config.cache_implementation == "quantized":
+        raise ValueError(
+            "cache_implementation is 'quantized', which stores different values for tokens that arrive together than for "
+            "the same tokens one by one: generate without assistant_model"
+        )
     if generation_config.guidance_scale not in (None, 1):
         raise ValueError(
             f"guidance_scale is {generation_config.guidance_scale}; its processor keeps a cache of its own, which drafts "
@@ -207,12 +213,13 @@ class DFlareCandidateGenerator(CandidateGenerator):
         self.eos_token_id = getattr(generation_config, "_eos_token_tensor", None)
         self.do_sample = generation_config.do_sample
         self.processors = logits_processor
-        self.criteria = [c for c in stopping_criteria if not _is_the_loops_own(c, generation_config)]
-        self.criteria_may_read_scores = bool(
-            generation_config.output_scores and generation_config.return_dict_in_generate
-        )
-        self.needs_logits = generation_config.assistant_ensemble_weight is not None
         self.draft_limit = _draft_limit(drafter.config, generation_config)
+        self.criteria = [c for c in stopping_criteria if not _is_the_loops_own(c, generation_config)]
+        # A user's criterion may read the scores where they are kept, and drafts have none: it is heard at every token.
+        keeps_scores = generation_config.output_scores and generation_config.return_dict_in_generate
+        if keeps_scores and any(not type(c).__module__.startswith("transformers.") for c in self.criteria):
+            self.draft_limit = 0
+        self.needs_logits = generation_config.assistant_ensemble_weight is not None
         self.mask_ids = input_ids.new_full((1, drafter.config.block_size - 1), drafter.config.mask_token_id)
         self.padding = model_kwargs.get("attention_mask")
         wants_all = generation_config.output_hidden_states
@@ -302,11 +309,8 @@ class DFlareCandidateGenerator(CandidateGenerator):
     def _before_stop(self, input_ids: torch.Tensor, tokens: torch.Tensor) -> int:
         """
         How many drafts lie before the first at which a stopping criterion fires. The loop tests criteria only where a
-        round ends, so a longer draft could run past one. A criterion that may read the scores, which drafts do not have
-        yet, gets its say after every token.
+        round ends, so a longer draft could run past one.
         """
-        if self.criteria and self.criteria_may_read_scores:
-            return 0
         for count in range(1, tokens.shape[1] + 1) if self.criteria else ():
             prefix = torch.cat([input_ids, tokens[:, :count]], dim=-1)
             if any(bool(criterion(prefix, None).any()) for criterion in self.criteria):
@@ -358,7 +362,9 @@ def _empty_cache(model_kwargs: dict, length: int, generation_config) -> None:
 def _draft_limit(config, generation_config) -> int:
     """
     Drafts to verify per round: the block without its anchor, or fewer if the drafter's `num_draft_tokens` or the call's
-    `num_assistant_tokens` says so. The block itself is always drafted at its trained size.
+    `num_assistant_tokens` says so (20 is what transformers fills in where nobody does, so it limits nothing). The block
+    itself is always drafted at its trained size.
     """
-    limits = (config.block_size - 1, config.num_draft_tokens, generation_config.num_assistant_tokens)
+    asked = generation_config.num_assistant_tokens
+    limits = (config.block_size - 1, config.num_draft_tokens, None if asked == STOCK_NUM_ASSISTANT_TOKENS else asked)
     return max(0, min(limit for limit in limits if limit is not None))

@@ -222,14 +222,14 @@ def check_target_layer_ids(ids: list[int], num_target_layers: int) -> None:
 def spread_taps(num_target_layers: int, num_taps: int) -> list[int]:
     """
     Evenly spread tapped layers, from the second layer to the third last (36 layers, 9 taps: 1, 5, ..., 33, as published).
-    A shallow target gets fewer taps and, up to four layers, all but its last.
+    Where that range is too short for `num_taps`, all layers but the last are, and a shallow target gets fewer taps.
 
     Raises:
         ValueError: for a target of a single layer, which has no layer below its last, or a non-positive count.
     """
     if num_target_layers < 2 or num_taps < 1:
         raise ValueError(f"num_target_layers is {num_target_layers} and num_taps {num_taps}; 2 and 1 are the least")
-    first, last = (1, num_target_layers - 3) if num_target_layers > 4 else (0, num_target_layers - 2)
+    first, last = (1, num_target_layers - 3) if num_taps <= num_target_layers - 3 else (0, num_target_layers - 2)
     count = min(num_taps, last - first + 1)
     if count == 1:
         return [last]
@@ -245,13 +245,17 @@ def choose_mask_token(target_config: PreTrainedConfig, tokenizer=None) -> int:
     used = special_token_ids(target_config)
     if tokenizer is not None:
         first_free = max(tokenizer.get_vocab().values()) + 1
-        if first_free < vocab_size:
+        if first_free < vocab_size and first_free not in used:
             return first_free
         used |= set(tokenizer.all_special_ids)
         template = str(tokenizer.chat_template or "")
         for token_id, token in sorted(tokenizer.added_tokens_decoder.items()):
-            if token_id not in used and token.content not in template and token_id < vocab_size:
+            free = token_id not in used and token_id < vocab_size
+            if free and token.content.strip() and token.content not in template:
                 return token_id
+    logger.warning(
+        "no token is known to be unused, so the mask token is the last ordinary one; better name one yourself"
+    )
     return next(i for i in reversed(range(vocab_size)) if i not in used)
 
 

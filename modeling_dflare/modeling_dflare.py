@@ -208,8 +208,6 @@ class DFlareForBlockDiffusion(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["DFlareDecoderLayer"]
     _supports_sdpa = True
-    _supports_flash_attn = True
-    _supports_flex_attn = True
     _supports_attention_backend = True
 
     def __init__(self, config: DFlareConfig):
@@ -333,18 +331,19 @@ class DFlareForBlockDiffusion(PreTrainedModel):
         return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
 
     def _split_taps(self, context) -> list[torch.Tensor]:
-        """The taps as T tensors (b, n, H) of the drafter's dtype, whichever way they came."""
+        """The taps as T tensors (b, n, H), whichever way they came; autocast sees to their dtype, else it is ours."""
         if context is None:
             return []
+        cast = not torch.is_autocast_enabled(self.device.type)
         if not isinstance(context, torch.Tensor):
-            return [tap.to(self.dtype) for tap in context]
+            return [tap.to(self.dtype) if cast else tap for tap in context]
         width = self.config.num_taps * self.config.hidden_size
         if context.shape[-1] != width:
             raise ValueError(
                 f"context_hidden_states is {context.shape[-1]} wide, but {self.config.num_taps} taps "
                 f"of hidden_size {self.config.hidden_size} make {width}"
             )
-        return list(context.to(self.dtype).split(self.config.hidden_size, dim=-1))
+        return list((context.to(self.dtype) if cast else context).split(self.config.hidden_size, dim=-1))
 
     def _joiner(self, taps: list[torch.Tensor], position_ids: torch.Tensor, cache) -> Callable:
         """How attention gets context and block together: from our cache, from transformers', or, in training, directly."""

@@ -31,6 +31,11 @@ def test_automatic_taps_fit_any_depth(depth):
         assert ids == sorted(set(ids)) and ids[0] >= 0 and ids[-1] < depth - 1 and len(ids) <= count
 
 
+def test_taps_of_shallow_targets():
+    assert [spread_taps(depth, 9) for depth in (2, 3, 5)] == [[0], [0, 1], [0, 1, 2, 3]]
+    assert spread_taps(10, 9) == list(range(9)) and spread_taps(12, 9)[0] == 1
+
+
 def test_a_single_layer_has_no_tap():
     with pytest.raises(ValueError, match="num_target_layers is 1"):
         DFlareConfig.from_target(LlamaConfig(num_hidden_layers=1))

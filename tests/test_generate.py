@@ -173,8 +173,12 @@ def test_stock_assistants_keep_their_criteria(target):
     expected = greedy(target, prompt, max_new_tokens=12)
     criteria = StoppingCriteriaList([Cancelled()])
     for assistant in (tiny_target(seed=3), tiny_drafter(target)):
+        event.clear()
         output = greedy(target, prompt, max_new_tokens=12, stopping_criteria=criteria, assistant_model=assistant)
         assert output.tolist() == expected.tolist()
+        event.set()
+        output = greedy(target, prompt, max_new_tokens=12, stopping_criteria=criteria, assistant_model=assistant)
+        assert output.shape[1] < expected.shape[1]
 
 
 def test_processors_see_each_drafts_own_prefix(target):
@@ -258,6 +262,16 @@ def test_only_the_taps_are_kept_alive(target):
     assert set(kept) == {3}
 
 
+def test_long_blocks_are_not_cut_by_the_stock_default(target):
+    prompt = prompt_of(6)
+    truth = greedy(target, prompt, max_new_tokens=80)
+    drafter = tiny_drafter(target, block_size=32)
+    make_oracle(drafter, truth, None)
+    with drafter.record_drafts() as records:
+        output = greedy(target, prompt, max_new_tokens=64, assistant_model=drafter)
+    assert output.tolist() == truth[:, :70].tolist() and records[0].rounds[0].length == 32
+
+
 @pytest.mark.parametrize("limit", [1, 2, 3, 9])
 def test_fewer_drafts_are_a_prefix_of_the_same_block(target, limit):
     prompt = prompt_of(6)
@@ -317,6 +331,7 @@ def test_options_that_drafts_would_spoil_are_refused(target):
     synth = SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
     for options, message in (
         (dict(guidance_scale=1.5), "guidance_scale is 1.5"),
+        (dict(cache_implementation="quantized"), "cache_implementation is 'quantized'"),
         (dict(watermarking_config=synth, do_sample=True), "SynthIDTextWatermarkingConfig"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -442,6 +457,7 @@ def test_native_dflash_path_drafts_the_same(target):
         output = greedy(target, prompt, max_new_tokens=16, assistant_model=drafter, speculation_type=path)
         handle.remove()
         assert output.tolist() == expected.tolist()
+    assert len(drafts[None]) >= 8 and abs(len(drafts[None]) - len(drafts["dflash"])) <= 1
     for ours, native in zip(drafts[None], drafts["dflash"], strict=False):
         torch.testing.assert_close(ours, native)
 

@@ -44,7 +44,8 @@ def test_greedy_continuation_is_the_targets_own(kind):
         )
     assert output.tolist() == answer.tolist()
     whole = list(records[0].acceptance_lengths)
-    assert whole == expected["advance_per_step"].tolist()[: len(whole)]
+    advances = expected["advance_per_step"].tolist()
+    assert whole == advances[: len(whole)] and len(whole) >= len(advances) - 2
 
 
 @pytest.mark.parametrize(

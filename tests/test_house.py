@@ -6,12 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import tomllib
 import yaml
-
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    import tomli as tomllib
 
 from dflare.commands.main import build_parser, main
 from dflare.configuration.arguments import SECTIONS, resolve

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from transformers import StoppingCriteriaList
 
 from helpers import tiny_drafter, tiny_target
 
@@ -31,6 +32,13 @@ def exact_distribution(target, prompt, temperature, top_k):
     return probabilities.gather(2, continuations.unsqueeze(-1)).squeeze(-1).prod(dim=1)
 
 
+def compare(counts, expected):
+    """Pearson's statistic: mean: cells less one; variance: near twice that, more for rare cells; five sigma."""
+    statistic = ((counts - expected) ** 2 / expected).sum().item()
+    freedom = len(expected) - 1
+    assert statistic < freedom + 5 * (2 * freedom + (1 / expected).sum().item()) ** 0.5
+
+
 def check(pair, runs, temperature, top_k, **options):
     target, drafter = pair
     prompt = torch.tensor([[3, 5, 4, 7]])
@@ -51,11 +59,7 @@ def check(pair, runs, temperature, top_k, **options):
             counts[a * 64 + b * 8 + c] += 1
     expected = exact_distribution(target, prompt, temperature, top_k) * runs
     assert not counts[expected == 0].any(), "a token that the target cannot sample"
-    expected, counts = expected[expected > 0], counts[expected > 0]
-    # Pearson's statistic has mean (cells - 1) and, for these counts, variance near 2 (cells - 1); five sigma.
-    statistic = ((counts - expected) ** 2 / expected).sum().item()
-    freedom = len(expected) - 1
-    assert statistic < freedom + 5 * (2 * freedom + (1 / expected).sum().item()) ** 0.5
+    compare(counts[expected > 0], expected[expected > 0])
     accepted = sum(r.accepted for record in records for r in record.rounds)
     drafted = sum(r.drafted for record in records for r in record.rounds)
     return accepted / drafted
@@ -76,14 +80,31 @@ def test_distribution_over_20000_runs(pair, temperature, top_k):
 
 
 def test_a_stopping_criterion_does_not_bias(pair):
-    """Where a draft is cut by a criterion, the target's own samples are matched instead of the drafts' odds."""
+    """Where a criterion cuts drafts, the target's own samples are matched: the odds of drafts would favour what is kept."""
+    target, drafter = pair
+    prompt, runs, stop = torch.tensor([[3, 5, 4, 7]]), 1200, 5
 
-    def never(input_ids, scores, **kwargs):
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+    def at_stop(input_ids, scores, **kwargs):
+        return input_ids[:, -1] == stop
 
-    from transformers import StoppingCriteriaList
-
-    check(pair, 600, temperature=1.0, top_k=VOCABULARY, stopping_criteria=StoppingCriteriaList([never]))
+    torch.manual_seed(0)
+    counts: dict[tuple, float] = {}
+    for _ in range(runs):
+        output = target.generate(
+            input_ids=prompt, assistant_model=drafter, do_sample=True, top_k=0, max_new_tokens=NEW,
+            stopping_criteria=StoppingCriteriaList([at_stop]),
+        )  # fmt: skip
+        key = tuple(output[0, 4:].tolist())
+        counts[key] = counts.get(key, 0) + 1
+    expected: dict[tuple, float] = {}
+    everything = itertools.product(range(VOCABULARY), repeat=NEW)
+    for tokens, probability in zip(
+        everything, exact_distribution(target, prompt, 1.0, VOCABULARY).tolist(), strict=True
+    ):
+        key = tokens[: tokens.index(stop) + 1] if stop in tokens else tokens
+        expected[key] = expected.get(key, 0.0) + probability * runs
+    assert set(counts) <= set(expected)
+    compare(torch.tensor([counts.get(key, 0.0) for key in expected]), torch.tensor(list(expected.values())))
 
 
 def test_drafts_are_scaled_by_the_temperature(pair):

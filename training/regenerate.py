@@ -88,7 +88,7 @@ class ResponseStore:
 
     def add(self, rows: list[dict]) -> None:
         """Stores one batch."""
-        number = len(list(self.parts.glob("*.parquet")))
+        number = max((int(part.stem) for part in self.parts.glob("*.parquet")), default=-1) + 1
         self._write(rows, self.parts / f"{number:06d}.parquet")
 
     def finish(self, without: Collection[str] = ()) -> int:

@@ -19,8 +19,13 @@ EVALUATION_ANCHORS = 64  # blocks evaluated at once, which bounds the attention 
 
 @dataclass
 class DFlareTrainingArguments(TrainingArguments):
-    """`TrainingArguments` and what the block loss needs; the defaults are the paper's."""
+    """`TrainingArguments` and what the block loss needs; the fields named here default to the paper's settings."""
 
+    learning_rate: float = field(default=6e-4, metadata={"help": "Peak learning rate."})
+    lr_scheduler_type: str = field(default="cosine", metadata={"help": "Schedule of the learning rate."})
+    warmup_steps: float = field(default=0.04, metadata={"help": "Warm-up, as a share of all steps if below 1."})
+    num_train_epochs: float = field(default=6.0, metadata={"help": "Passes over the data."})
+    per_device_train_batch_size: int = field(default=2, metadata={"help": "Sequences per device and step."})
     gamma: float | None = field(
         default=4.5, metadata={"help": "Decay of the position weights, in slots; null for none."}
     )
@@ -64,6 +69,8 @@ class DFlareTrainer(Trainer):
         self, model: PreTrainedModel, target: PreTrainedModel, args: DFlareTrainingArguments, token_ids=None, **kwargs
     ):
         self.target = target.eval().requires_grad_(False)
+        if getattr(target, "hf_device_map", None) is None:
+            target.to(args.device)
         self.embed = target.get_input_embeddings()
         self.full_head = target.get_output_embeddings()
         self.head = self.full_head if token_ids is None else RestrictedHead(self.full_head, token_ids)
@@ -72,6 +79,7 @@ class DFlareTrainer(Trainer):
         super().__init__(model=model, args=args, compute_metrics=reduce_statistics, **kwargs)
         self.model_accepts_loss_kwargs = True
         self.label_names = ["loss_mask"]
+        self.warned_of_empty_rows = False
         self.kept_states: dict[bytes, torch.Tensor] = {}
         self.can_return_loss = True
 
@@ -126,8 +134,9 @@ class DFlareTrainer(Trainer):
         block_size = self.accelerator.unwrap_model(self.model).config.block_size
         weights = position_weights(block_size, self.gamma)
         empty = sum(int((~batch["keep"].any(dim=1)).sum()) for batch in batch_samples)
-        if empty:
-            logger.warning_once(f"{empty} sequences of this step hold no anchor and add nothing to the loss")
+        if empty and not self.warned_of_empty_rows:
+            self.warned_of_empty_rows = True
+            logger.warning(f"{empty} sequences of this step hold no anchor and add nothing to the loss (said once)")
         total = torch.zeros((), device=device)
         for batch in batch_samples:
             labels = slot_labels(batch["input_ids"], batch["loss_mask"], batch["anchors"], batch["keep"], block_size)
