@@ -32,8 +32,8 @@ def main(argv: list[str] | None = None) -> int:
         dflare.register()
         return importlib.import_module(f"dflare.commands.{command}").run(arguments)
     except ModuleNotFoundError as error:
-        extra = "demo" if command == "generate" else "train"
-        print(f"dflare {command}: error: {error}; run: pip install 'dflare[{extra}]'", file=sys.stderr)
+        wanted = "demo" if command == "generate" else "train"
+        print(f"dflare {command}: error: {error}; run: pip install 'dflare[{wanted}]'", file=sys.stderr)
         return 2
     except (ValueError, OSError) as error:
         print(f"dflare {command}: error: {error}", file=sys.stderr)

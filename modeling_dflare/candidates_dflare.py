@@ -345,7 +345,7 @@ def _empty_cache(model_kwargs: dict, length: int, generation_config) -> None:
     Raises:
         ValueError: if `input_ids` does not repeat the tokens that the cache holds.
     """
-    cache = model_kwargs.get(CACHE_NAME)
+    cache: Any = model_kwargs.get(CACHE_NAME)
     filled = 0 if cache is None else cache.get_seq_length()
     if not filled:
         return
