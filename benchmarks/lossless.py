@@ -25,7 +25,7 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
-REASON = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+REASON = "\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 FORMATS = {
     "gsm8k": "{}" + REASON,
     "math500": "{}" + REASON,
@@ -113,6 +113,7 @@ def main() -> int:
     parser.add_argument("--target", required=True)
     parser.add_argument("--drafter", required=True)
     parser.add_argument("--benchmarks", type=Path, required=True)
+    parser.add_argument("--only", choices=list(FORMATS), help="one benchmark instead of all six")
     parser.add_argument("--per-benchmark", type=int, default=9)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--num-draft-tokens", type=int, help="drafts to verify per round; by default the drafter's own")
@@ -138,7 +139,7 @@ def main() -> int:
 def measure(args, tokenizer, target, drafter) -> dict:
     """Runs everything and gathers the report."""
     encoded = {}
-    for name in FORMATS:
+    for name in [args.only] if args.only else FORMATS:
         for prompt in draw_prompts(args.benchmarks, name, args.per_benchmark, args.seed):
             chat = [{"role": "user", "content": prompt["text"]}]
             encoded[name, prompt["id"]] = tokenizer.apply_chat_template(
@@ -152,8 +153,9 @@ def measure(args, tokenizer, target, drafter) -> dict:
         rows.append({"benchmark": name, "id": id, **row})
         mean = statistics.mean(row["acceptance_lengths"] or [1])
         print(f"{number + 1}/{len(encoded)} {id}: identical {row['identical']}, length {mean:.2f}", flush=True)
-    groups = {name: (name,) for name in FORMATS} | GROUPS
-    summary = {name: summarise([row for row in rows if row["benchmark"] in parts]) for name, parts in groups.items()}
+    parts = {name: (name,) for name in FORMATS} | GROUPS
+    groups = {name: [row for row in rows if row["benchmark"] in members] for name, members in parts.items()}
+    summary = {name: summarise(group) for name, group in groups.items() if group}
     return {
         "command": "python " + " ".join(sys.argv),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},

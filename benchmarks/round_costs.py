@@ -1,0 +1,52 @@
+"""
+What a round of drafting and verifying costs on this machine, for the embedded pair: the target's pass over 1 to 8 tokens on
+a filled cache, and the drafter's block with the head on 1 to 7 drafts. Medians, in milliseconds.
+
+    python benchmarks/round_costs.py --dtype float32
+"""
+
+import argparse
+import copy
+
+import torch
+from training_step import median_seconds
+
+from dflare.candidates_dflare import CACHE_NAME, request_taps
+from dflare.configuration.arguments import DEFAULT_DRAFTER, DEFAULT_TARGET
+from dflare.configuration.targets import load_pretrained, resolve_drafter, resolve_target
+
+CONTEXT = 150
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    dtype = parser.parse_args().dtype
+    target = load_pretrained("AutoModelForCausalLM", resolve_target(DEFAULT_TARGET), dtype)
+    drafter = load_pretrained("AutoModel", resolve_drafter(DEFAULT_DRAFTER), dtype)
+    embed, head = target.get_input_embeddings(), target.get_output_embeddings()
+    ids = torch.randint(20, 40_000, (1, CONTEXT))
+    filled = getattr(target(input_ids=ids, use_cache=True), CACHE_NAME)
+    taps = [
+        torch.randn(1, CONTEXT, drafter.config.hidden_size, dtype=target.dtype) for _ in drafter.config.target_layer_ids
+    ]
+    context = drafter.new_context_cache()
+    drafter.extend_context(taps, context)
+    block = embed(torch.randint(20, 40_000, (1, drafter.config.block_size)))
+    options = {"output_hidden_states": request_taps(drafter.config), "use_cache": True}
+    print("tokens  verify   draft (milliseconds)")
+    for count in range(1, drafter.config.block_size + 1):
+
+        def verify(count=count):
+            target(input_ids=ids[:, :count], **{CACHE_NAME: copy.deepcopy(filled)}, **options)
+
+        def draft(count=count):
+            head(drafter(noise_embeds=block, cache=context).last_hidden_state[:, 1:count])
+
+        drafting = f"{1000 * median_seconds(draft, 15):6.1f}" if count > 1 else "     -"
+        print(f"{count:6}  {1000 * median_seconds(verify, 15):6.1f}  {drafting}")
+
+
+if __name__ == "__main__":
+    main()
