@@ -45,7 +45,7 @@ def test_a_stop_string_in_the_middle_of_a_block(pair):
     target, drafter, tokenizer = pair
     expected, output, _ = both(pair, PROMPTS[0], max_new_tokens=60, stop_strings=["def "], tokenizer=tokenizer)
     assert output == expected
-    assert tokenizer.decode(output).rstrip().endswith("def")
+    assert "def " in tokenizer.decode(output[-2:])  # the last token may hold more than the stop string's end
 
 
 @pytest.mark.slow

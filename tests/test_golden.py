@@ -45,7 +45,7 @@ def test_greedy_continuation_is_the_targets_own(kind):
     assert output.tolist() == answer.tolist()
     whole = list(records[0].acceptance_lengths)
     advances = expected["advance_per_step"].tolist()
-    assert whole == advances[: len(whole)] and len(whole) >= len(advances) - 2
+    assert whole == advances[: len(whole)] and len(whole) >= 30
 
 
 @pytest.mark.parametrize(
