@@ -13,6 +13,7 @@ setup: $(READY)
 
 # Torch comes first and pinned, or a package that depends on it would draw another build.
 $(READY): constraints.txt pyproject.toml
+	@echo "Installing torch and the rest into $(VENV), a few minutes ..."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo,dev]'

@@ -79,7 +79,7 @@ def run(args: GenerateArguments) -> int:
 
 def compare(decode: Callable, drafter, streamer: GroupStreamer, length: int, args, console: Console) -> int:
     """Shows a run with the drafter as it comes, then times both ways in turn `args.repeats` times, and sums up."""
-    console.print("[bold]With the drafter; each colour was accepted in one pass of the target:[/bold]\n")
+    console.print("[bold]With the drafter; each colour (or |) was accepted in one pass of the target:[/bold]\n")
     with record_drafts() as records:
         decode(drafter, streamer)
     console.print(f"\n[bold]Timing both ways, {args.repeats} times ...[/bold]")

@@ -36,7 +36,9 @@ class GenerateArguments:
     temperature: float = setting("0 for greedy decoding.", 0.0)
     dtype: str = setting("Type of target and drafter.", "float32", DTYPES)
     num_assistant_tokens: int | None = setting("Drafts to verify per round at most.", None)
-    compare: bool = setting("Decode ordinarily first, compare, and fail if the tokens differ.", False)
+    compare: bool = setting(
+        "Decode ordinarily too, compare, and fail if greedy tokens differ (in bf16, near-ties can make them).", False
+    )
     repeats: int = setting("With compare: timed runs of each; the table shows their medians.", 3)
     seed: int = setting("For sampling.", 0)
 
@@ -90,12 +92,19 @@ def add_flags(parser: argparse.ArgumentParser, arguments: type) -> None:
             parser.add_argument(f"--{item.name}.KEY", metavar="VALUE", help=item.metadata["help"])
             continue
         kind, many = _kind_of(item.type)
-        options = {"help": item.metadata["help"], "dest": item.name, "default": argparse.SUPPRESS}
+        options = {"help": _help_of(item), "dest": item.name, "default": argparse.SUPPRESS}
         if kind is bool:
             parser.add_argument(f"--{item.name}", action=argparse.BooleanOptionalAction, **options)
         else:
             options |= {"nargs": "+"} if many else {}
             parser.add_argument(f"--{item.name}", type=kind, choices=item.metadata["choices"], **options)
+
+
+def _help_of(item: dataclasses.Field) -> str:
+    if item.default is item.default_factory is dataclasses.MISSING:
+        return f"{item.metadata['help']} Required, here or in the recipe."
+    default = item.default_factory() if item.default is dataclasses.MISSING else item.default
+    return item.metadata["help"] if default in (None, [], False) else f"{item.metadata['help']} Default: {default}"
 
 
 def resolve(arguments: type, section: str, namespace: argparse.Namespace, extra: list[str]):
@@ -171,7 +180,7 @@ def _pairs(extra: list[str], groups: set[str]) -> typing.Iterator[tuple[str, str
     for flag in words:
         group, _, key = flag.removeprefix("--").partition(".")
         if not flag.startswith("--") or group not in groups or not key:
-            raise ValueError(f"unknown argument {flag!r}")
+            raise ValueError(f"unknown argument {flag!r}; --help lists the known ones")
         value = next(words, None)
         if value is None:
             raise ValueError(f"{flag}: missing its value")
