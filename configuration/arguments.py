@@ -92,7 +92,7 @@ def add_flags(parser: argparse.ArgumentParser, arguments: type) -> None:
             parser.add_argument(f"--{item.name}.KEY", metavar="VALUE", help=item.metadata["help"])
             continue
         kind, many = _kind_of(item.type)
-        options = {"help": _help_of(item), "dest": item.name, "default": argparse.SUPPRESS}
+        options: dict = {"help": _help_of(item), "dest": item.name, "default": argparse.SUPPRESS}
         if kind is bool:
             parser.add_argument(f"--{item.name}", action=argparse.BooleanOptionalAction, **options)
         else:
@@ -101,9 +101,10 @@ def add_flags(parser: argparse.ArgumentParser, arguments: type) -> None:
 
 
 def _help_of(item: dataclasses.Field) -> str:
-    if item.default is item.default_factory is dataclasses.MISSING:
+    factory: typing.Any = item.default_factory
+    if item.default is factory is dataclasses.MISSING:
         return f"{item.metadata['help']} Required, here or in the recipe."
-    default = item.default_factory() if item.default is dataclasses.MISSING else item.default
+    default = factory() if item.default is dataclasses.MISSING else item.default
     return item.metadata["help"] if default in (None, [], False) else f"{item.metadata['help']} Default: {default}"
 
 
