@@ -13,6 +13,7 @@ from dflare.commands.main import build_parser, main
 from dflare.configuration.arguments import SECTIONS, resolve
 
 ROOT = Path(__file__).parent.parent
+PLAIN = ("learning_rate", "gamma", "gamma_step", "num_anchors", "max_steps")  # kept as they are given
 RECIPES = sorted((ROOT / "configuration" / "recipes").glob("*.yaml"))
 HUB_FILES = sorted((ROOT / "modeling_dflare").glob("*_dflare.py"))
 
@@ -74,14 +75,16 @@ def test_recipes_are_understood(recipe):
         namespace, extra = build_parser().parse_known_args([section, "--config", str(recipe)])
         arguments = resolve(SECTIONS[section], section, namespace, extra)
         if section == "train":
+            from transformers import LlamaConfig
+
             from dflare import DFlareConfig
             from dflare.commands.train import training_arguments
 
-            training_arguments(arguments)
-            from transformers import LlamaConfig
-
+            settings = training_arguments(arguments)
+            assert all(getattr(settings, key) == value for key, value in arguments.trainer.items() if key in PLAIN)
             target = LlamaConfig(num_hidden_layers=36, hidden_size=576, num_attention_heads=9)
-            DFlareConfig.from_target(target, **arguments.drafter)
+            config = DFlareConfig.from_target(target, **arguments.drafter)
+            assert config.block_size == arguments.drafter.get("block_size", 16)
 
 
 @pytest.mark.parametrize(

@@ -40,14 +40,14 @@ def to_sequences(rows: Dataset, max_length: int) -> Dataset:
         prompt, response = row["prompt_ids"], row["response_ids"]
         mask = [0] * len(prompt) + [1] * len(response)
         return {
+            "length": len(mask[:max_length]),
             "input_ids": (prompt + response)[:max_length],
             "loss_mask": mask[:max_length],
             "greedy": row["temperature"] == 0.0,
         }
 
     joined = rows.map(join, remove_columns=rows.column_names, keep_in_memory=True, desc="Joining prompts and responses")
-    kept = joined.filter(lambda row: sum(row["loss_mask"]) >= 2, keep_in_memory=True, desc="Dropping empty responses")
-    return kept.map(lambda row: {"length": len(row["input_ids"])}, keep_in_memory=True, desc="Measuring lengths")
+    return joined.filter(lambda row: sum(row["loss_mask"]) >= 2, keep_in_memory=True, desc="Dropping empty responses")
 
 
 def response_token_ids(rows: Dataset) -> torch.Tensor:

@@ -4,7 +4,7 @@ Stored are token ids, never text to be tokenised again, so the training mask cov
 """
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -112,12 +112,7 @@ class ResponseStore:
 
 def read_rows(path: str | Path) -> list[dict]:
     """Rows of a responses file; `ValueError` naming it if it cannot be read or has other columns."""
-    try:
-        table = pq.read_table(path)
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(
-            f"{path} is not a readable parquet file ({error}); if it is a damaged part, delete it"
-        ) from None
+    table = _opened(pq.read_table, path)
     if set(SCHEMA.names) - set(table.column_names):
         raise ValueError(f"{path} has the columns {table.column_names}, expected {SCHEMA.names}")
     return table.select(SCHEMA.names).to_pylist()
@@ -125,16 +120,21 @@ def read_rows(path: str | Path) -> list[dict]:
 
 def check_settings(path: str | Path, settings: dict) -> None:
     """Raises `ValueError` if the file says that its rows were made with another value of one of `settings`."""
-    try:
-        metadata = pq.read_schema(path).metadata or {}
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(
-            f"{path} is not a readable parquet file ({error}); if it is a damaged part, delete it"
-        ) from None
+    metadata = _opened(pq.read_schema, path).metadata or {}
     made_with = json.loads(metadata.get(METADATA_KEY, b"{}"))
     for key, value in settings.items():
         if made_with.get(key, value) != value:
             raise ValueError(f"{key} is {value!r}, but {path} was made with {made_with[key]!r}; choose another output")
+
+
+def _opened(read: Callable, path: str | Path):
+    """What `read` makes of a parquet file, or one error that names it."""
+    try:
+        return read(path)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(
+            f"{path} is not a readable parquet file ({error}); if it is a damaged part, delete it"
+        ) from None
 
 
 def _left_pad(sequences: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
