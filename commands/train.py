@@ -7,14 +7,27 @@ import math
 from pathlib import Path
 
 import torch
+from datasets import Dataset
 from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer, set_seed
 
 from dflare import DFlareConfig, DFlareForBlockDiffusion
+from dflare.candidates_dflare import check_sizes
 from dflare.configuration.arguments import TrainArguments
-from dflare.configuration.targets import load_pretrained, resolve_target
+from dflare.configuration.targets import load_pretrained, resolve_drafter, resolve_target
 from dflare.training.data import load_responses, response_token_ids, to_sequences
 from dflare.training.trainer import DFlareTrainer, DFlareTrainingArguments
+
+# What a run's checkpoints depend on, besides its data and the drafter's config.
+RUN_SETTINGS = (
+    "target",
+    "start_from",
+    "max_length",
+    "validation_size",
+    "validation_data",
+    "restrict_vocabulary",
+    "seed",
+)
 
 
 def run(args: TrainArguments) -> int:
@@ -36,11 +49,9 @@ def run(args: TrainArguments) -> int:
 
 
 def build_trainer(args: TrainArguments, settings, drafter, target, rows) -> DFlareTrainer:
-    """The trainer with its data, split by the seed."""
-    if not 0 < args.validation_size < len(rows):
-        raise ValueError(f"validation_size is {args.validation_size}, but data holds {len(rows)} rows")
-    split = rows.train_test_split(test_size=args.validation_size, seed=args.seed)
-    train, validation = (to_sequences(split[part], args.max_length) for part in ("train", "test"))
+    """The trainer with its data."""
+    parts = split_rows(args, rows)
+    train, validation = (to_sequences(part, args.max_length) for part in parts)
     if not len(train) or not len(validation):
         raise ValueError(
             f"max_length is {args.max_length}, which leaves no response token of any training or validation row"
@@ -49,8 +60,26 @@ def build_trainer(args: TrainArguments, settings, drafter, target, rows) -> DFla
     return DFlareTrainer(drafter, target, settings, token_ids=token_ids, train_dataset=train, eval_dataset=validation)
 
 
+def split_rows(args: TrainArguments, rows: Dataset) -> tuple[Dataset, Dataset]:
+    """Rows to train on and rows to validate on, which are kept beside the run: drawn by the seed, or given."""
+    if args.validation_data:
+        validation = load_responses(args.validation_data)
+        held_back = set(validation["id"])
+        train = rows.select([place for place, id in enumerate(rows["id"]) if id not in held_back])
+    elif 0 < args.validation_size < len(rows):
+        train, validation = rows.train_test_split(test_size=args.validation_size, seed=args.seed).values()
+    else:
+        raise ValueError(f"validation_size is {args.validation_size}, but data holds {len(rows)} rows")
+    if not len(train):
+        raise ValueError(f"validation_data is {args.validation_data}, which holds every row of {args.data}")
+    validation.to_parquet(Path(args.output_dir) / "validation.parquet")
+    return train, validation
+
+
 def build_drafter(args: TrainArguments, target, tokenizer) -> DFlareForBlockDiffusion:
-    """A fresh drafter for `target`, in fp32."""
+    """The drafter to train for `target`, in fp32: a fresh one, or with `start_from` a trained one."""
+    if args.start_from:
+        return trained_drafter(args, target)
     try:
         config = DFlareConfig.from_target(target.config, tokenizer=tokenizer, **args.drafter)
     except TypeError as error:
@@ -58,6 +87,24 @@ def build_drafter(args: TrainArguments, target, tokenizer) -> DFlareForBlockDiff
     drafter = DFlareForBlockDiffusion(config)
     torch.nn.init.constant_(drafter.norm.weight, args.final_norm_start)
     return drafter
+
+
+def trained_drafter(args: TrainArguments, target) -> DFlareForBlockDiffusion:
+    """
+    The drafter of `start_from`, which must agree with `target` and with what the group `drafter` says.
+
+    Raises:
+        ValueError: naming the field and both values where they differ.
+    """
+    drafter = DFlareForBlockDiffusion.from_pretrained(resolve_drafter(args.start_from), dtype=torch.float32)
+    check_sizes(drafter, target)
+    for key, value in args.drafter.items():
+        if getattr(drafter.config, key, None) != value:
+            raise ValueError(
+                f"drafter.{key} is {value!r}, but {getattr(drafter.config, key, None)!r} in {args.start_from}, which "
+                "start_from names"
+            )
+    return drafter.train()
 
 
 def checkpoint_to_resume(args: TrainArguments, config: DFlareConfig) -> str | None:
@@ -69,9 +116,7 @@ def checkpoint_to_resume(args: TrainArguments, config: DFlareConfig) -> str | No
     """
     output = Path(args.output_dir)
     output.mkdir(parents=True, exist_ok=True)
-    made_of = {
-        key: getattr(args, key) for key in ("target", "max_length", "validation_size", "restrict_vocabulary", "seed")
-    }
+    made_of = {key: getattr(args, key) for key in RUN_SETTINGS}
     made_of["data"] = hashlib.sha256(Path(args.data).read_bytes()).hexdigest()
     made_of |= {f"drafter.{k}": v for k, v in config.to_dict().items() if k not in ("transformers_version", "dtype")}
     made_of = json.loads(json.dumps(made_of))

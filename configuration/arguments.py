@@ -71,9 +71,14 @@ class TrainArguments:
     )
     target: str = setting(f"Hub id or folder of the target; {DEFAULT_TARGET} is the embedded one.", DEFAULT_TARGET)
     drafter: dict = setting("Arguments of DFlareConfig.from_target (num_hidden_layers, block_size, fusion, ...).", {})
+    start_from: str | None = setting("Hub id or folder of a drafter to train further, instead of a fresh one.", None)
     trainer: dict = setting("Fields of DFlareTrainingArguments (learning_rate, gamma, num_anchors, ...).", {})
     max_length: int = setting("Sequences are cut to this many tokens.", 3072)
-    validation_size: int = setting("Sequences held back for validation.", 64)
+    validation_size: int = setting("Rows of the data held back for validation, kept in `validation.parquet`.", 64)
+    validation_data: str | None = setting(
+        "Parquet file with the rows to validate on, left out of training by their ids; instead of validation_size.",
+        None,
+    )
     restrict_vocabulary: bool = setting("Let the training loss see only tokens that occur in responses.", False)
     final_norm_start: float = setting("Start value of the final norm's scale.", 1.0)
     target_dtype: str = setting("Type of the frozen target.", "bfloat16", DTYPES)

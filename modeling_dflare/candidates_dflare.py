@@ -76,6 +76,19 @@ def check_target(drafter: PreTrainedModel, target: PreTrainedModel, generation_c
     Raises `ValueError`, before any token is computed, if `drafter` was not made for `target` or if the call cannot be
     accelerated; the message names the field and both values.
     """
+    check_sizes(drafter, target)
+    if drafter.training:
+        raise ValueError("the drafter is in training mode; call drafter.eval() before generate()")
+    if target.training and target.is_gradient_checkpointing:
+        raise ValueError(
+            "the target is in training mode with gradient checkpointing, which drops its cache; call eval()"
+        )
+    _check_layers(target, target.config.get_text_config())
+    _check_options(target, generation_config)
+
+
+def check_sizes(drafter: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Raises `ValueError` if `drafter` was not made for `target`, naming the field and both values."""
     ours, theirs = drafter.config, target.config.get_text_config()
     pairs = {
         "hidden_size": (ours.hidden_size, theirs.hidden_size),
@@ -90,14 +103,6 @@ def check_target(drafter: PreTrainedModel, target: PreTrainedModel, generation_c
                 f"({target.name_or_path or type(target).__name__})"
             )
     _check_embedding(ours, target)
-    if drafter.training:
-        raise ValueError("the drafter is in training mode; call drafter.eval() before generate()")
-    if target.training and target.is_gradient_checkpointing:
-        raise ValueError(
-            "the target is in training mode with gradient checkpointing, which drops its cache; call eval()"
-        )
-    _check_layers(target, theirs)
-    _check_options(target, generation_config)
 
 
 def _check_embedding(config, target: PreTrainedModel) -> None:

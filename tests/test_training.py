@@ -318,3 +318,32 @@ def test_data_and_train_commands_make_a_drafter_that_loads(files, capsys):
     # The same command again goes on from the newest checkpoint: nothing is left to do, so the drafter is the same.
     assert main(["train", "--config", str(recipe)]) == 0
     assert torch.equal(AutoModel.from_pretrained(run / "drafter").norm.weight, first)
+
+
+def test_training_goes_on_from_a_trained_drafter(files, capsys):
+    data, first, second = files / "out.parquet", files / "first", files / "second"
+    recipe = files / "recipe.yaml"
+    recipe.write_text(
+        f"data: {{target: {files}/target, prompts: ['{files}/prompts.jsonl'], output: {data}, dtype: float32}}\n"
+        f"train:\n  target: {files}/target\n  data: {data}\n  target_dtype: float32\n  validation_size: 8\n"
+        "  drafter: {num_hidden_layers: 1, block_size: 4, num_taps: 3}\n"
+        "  trainer: {use_cpu: true, report_to: none, max_steps: 2, per_device_train_batch_size: 4}\n"
+    )
+    assert main(["data", "--config", str(recipe), "--max_new_tokens", "24"]) == 0
+    assert main(["train", "--config", str(recipe), "--output_dir", str(first)]) == 0
+    held_back = {row["id"] for row in read_rows(first / "validation.parquet")}
+    assert len(held_back) == 8
+    # On from there with a learning rate of zero and the same rows held back: the same drafter, the same figures.
+    onward = ["train", "--config", str(recipe), "--output_dir", str(second), "--start_from", str(first / "drafter")]
+    onward += ["--validation_data", str(first / "validation.parquet"), "--trainer.learning_rate", "0.0"]
+    assert main(onward) == 0
+    before, after = (AutoModel.from_pretrained(run / "drafter").state_dict() for run in (first, second))
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    evaluations = [json.loads((run / "training.json").read_text())["evaluation"] for run in (first, second)]
+    assert evaluations[0]["eval_loss"] == pytest.approx(evaluations[1]["eval_loss"], rel=1e-2)  # bf16 weights
+    assert {row["id"] for row in read_rows(second / "validation.parquet")} == held_back
+    # What does not fit the drafter, its target or the data is said.
+    assert main([*onward, "--drafter.block_size", "5"]) == 2
+    assert "drafter.block_size is 5, but 4 in" in capsys.readouterr().err
+    assert main([*onward, "--output_dir", str(files / "third"), "--validation_data", str(data)]) == 2
+    assert "which holds every row" in capsys.readouterr().err
