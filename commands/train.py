@@ -79,7 +79,7 @@ def split_rows(args: TrainArguments, rows: Dataset) -> tuple[Dataset, Dataset]:
 def build_drafter(args: TrainArguments, target, tokenizer) -> DFlareForBlockDiffusion:
     """The drafter to train for `target`, in fp32: a fresh one, or with `start_from` a trained one."""
     if args.start_from:
-        return trained_drafter(args, target)
+        return trained_drafter(args.start_from, args.drafter, target)
     try:
         config = DFlareConfig.from_target(target.config, tokenizer=tokenizer, **args.drafter)
     except TypeError as error:
@@ -89,21 +89,18 @@ def build_drafter(args: TrainArguments, target, tokenizer) -> DFlareForBlockDiff
     return drafter
 
 
-def trained_drafter(args: TrainArguments, target) -> DFlareForBlockDiffusion:
+def trained_drafter(name: str, settings: dict, target) -> DFlareForBlockDiffusion:
     """
-    The drafter of `start_from`, which must agree with `target` and with what the group `drafter` says.
+    The drafter called `name`, which must agree with `target` and with what the group `drafter` sets.
 
     Raises:
         ValueError: naming the field and both values where they differ.
     """
-    drafter = DFlareForBlockDiffusion.from_pretrained(resolve_drafter(args.start_from), dtype=torch.float32)
+    drafter = DFlareForBlockDiffusion.from_pretrained(resolve_drafter(name), dtype=torch.float32)
     check_sizes(drafter, target)
-    for key, value in args.drafter.items():
-        if getattr(drafter.config, key, None) != value:
-            raise ValueError(
-                f"drafter.{key} is {value!r}, but {getattr(drafter.config, key, None)!r} in {args.start_from}, which "
-                "start_from names"
-            )
+    for key, value in settings.items():
+        if (its := getattr(drafter.config, key, None)) != value:
+            raise ValueError(f"drafter.{key} is {value!r}, but {its!r} in {name}, which start_from names")
     return drafter.train()
 
 
