@@ -116,7 +116,7 @@ def main() -> int:
     parser.add_argument("--only", choices=list(FORMATS), help="one benchmark instead of all six")
     parser.add_argument("--per-benchmark", type=int, default=9)
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--num-draft-tokens", type=int, help="drafts to verify per round; by default the drafter's own")
+    parser.add_argument("--num-draft-tokens", type=int, help="fixed number of drafts to verify; by default adaptive")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, required=True)
@@ -126,7 +126,7 @@ def main() -> int:
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype)
     drafter = AutoModel.from_pretrained(args.drafter, trust_remote_code=True, dtype=dtype)
     if args.num_draft_tokens:
-        drafter.config.num_draft_tokens = args.num_draft_tokens
+        drafter.config.draft_policy, drafter.config.num_draft_tokens = "fixed", args.num_draft_tokens
     report = measure(args, tokenizer, target, drafter)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -163,6 +163,7 @@ def measure(args, tokenizer, target, drafter) -> dict:
         "dtype": args.dtype,
         "attention": target.config._attn_implementation,
         "block_size": drafter.config.block_size,
+        "draft_policy": drafter.config.draft_policy,
         "num_draft_tokens": drafter.config.num_draft_tokens or drafter.config.block_size - 1,
         "chat_template_arguments": {"add_generation_prompt": True},
         "prompt_ids_sha256": hashlib.sha256(

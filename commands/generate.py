@@ -61,6 +61,7 @@ def run(args: GenerateArguments) -> int:
     options: dict = {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}
     if args.temperature > 0:
         options["temperature"] = args.temperature
+        drafter.config.draft_policy = "fixed"  # so that the seed repeats the answer
     if args.num_assistant_tokens is not None:
         options["num_assistant_tokens"] = args.num_assistant_tokens
 

@@ -44,6 +44,24 @@ class GenerateArguments:
 
 
 @dataclass(kw_only=True)
+class CheckArguments:
+    """Say whether target and drafter belong together, whether output stays identical, and how much faster it is here."""
+
+    target: str = setting(f"Hub id or folder of the target; {DEFAULT_TARGET} is the embedded one.", DEFAULT_TARGET)
+    drafter: str = setting(f"Hub id or folder of the drafter; {DEFAULT_DRAFTER} is the embedded one.", DEFAULT_DRAFTER)
+    prompts: list[str] = setting(
+        "What to ask.",
+        [
+            "Write a Python function that checks whether a number is prime.",
+            "A train covers 120 km in 1.5 hours. What is its speed? Explain step by step.",
+            "Write a short story about a lighthouse keeper.",
+        ],
+    )
+    max_new_tokens: int = setting("Tokens to generate for each prompt.", 96)
+    dtype: str = setting("Type of target and drafter.", "float32", DTYPES)
+
+
+@dataclass(kw_only=True)
 class DataArguments:
     """Regenerate responses to prompts with the target, after removing prompts that a benchmark holds."""
 
@@ -86,7 +104,7 @@ class TrainArguments:
     seed: int = setting("For the split, the start values, the order and the anchors.", 0)
 
 
-SECTIONS = {"generate": GenerateArguments, "data": DataArguments, "train": TrainArguments}
+SECTIONS = {"generate": GenerateArguments, "check": CheckArguments, "data": DataArguments, "train": TrainArguments}
 
 
 def add_flags(parser: argparse.ArgumentParser, arguments: type) -> None:

@@ -17,11 +17,14 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from .configuration_dflare import CROPPABLE_LAYER_TYPES
+from .policy_dflare import policy_for
 
 # Up to 5.22 a list given as `output_hidden_states` names decoder layers; from 5.23 on, places in the usual tuple.
 _VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 TUPLE_INDEXED = _VERSION >= (5, 23)
-STOCK_NUM_ASSISTANT_TOKENS = 20
+# What transformers fills in where nobody asked: no limits.
+STOCK_NUM_ASSISTANT_TOKENS, STOCK_CONFIDENCE_THRESHOLD = 20, 0.4
+MAX_WAITING = 256  # committed tokens whose states may wait for the next draft
 CACHE_NAME = "cache" if _VERSION >= (5, 24) else "past_key_values"
 
 
@@ -41,9 +44,13 @@ class DraftRound:
 
 @dataclass
 class DraftRecord:
-    """The rounds of one call of `generate()`. The prefill, which drafts nothing, is no round."""
+    """
+    The rounds of one call of `generate()`, and its plain steps, which verified nothing and gave one token. The prefill is
+    neither.
+    """
 
     rounds: list[DraftRound] = field(default_factory=list)
+    plain_steps: int = 0
 
     @property
     def acceptance_lengths(self) -> list[int]:
@@ -69,6 +76,14 @@ def record_drafts() -> Iterator[list[DraftRecord]]:
         yield records
     finally:
         _records.reset(token)
+
+
+def new_record() -> DraftRecord:
+    """A record for a call (of a batch: for each sequence), which a surrounding `record_drafts` collects."""
+    record = DraftRecord()
+    if (records := _records.get()) is not None:
+        records.append(record)
+    return record
 
 
 def check_target(drafter: PreTrainedModel, target: PreTrainedModel, generation_config) -> None:
@@ -208,6 +223,7 @@ class DFlareCandidateGenerator(CandidateGenerator):
             raise ValueError(
                 f"the batch size is {input_ids.shape[0]}; assisted generation takes one sequence at a time"
             )
+        check_cache(model_kwargs.get(CACHE_NAME))
         _check_inputs(model_kwargs)
         self.drafter = drafter
         self.embed = target.get_input_embeddings()
@@ -218,12 +234,12 @@ class DFlareCandidateGenerator(CandidateGenerator):
         self.eos_token_id = getattr(generation_config, "_eos_token_tensor", None)
         self.do_sample = generation_config.do_sample
         self.processors = logits_processor
-        self.draft_limit = _draft_limit(drafter.config, generation_config)
+        self.limit = draft_limit(drafter.config, generation_config)
         self.criteria = [c for c in stopping_criteria if not _is_the_loops_own(c, generation_config)]
         # A user's criterion may read the scores where they are kept, and drafts have none: it is heard at every token.
         keeps_scores = generation_config.output_scores and generation_config.return_dict_in_generate
         if keeps_scores and any(not type(c).__module__.startswith("transformers.") for c in self.criteria):
-            self.draft_limit = 0
+            self.limit = 0
         self.needs_logits = generation_config.assistant_ensemble_weight is not None
         self.mask_ids = input_ids.new_full((1, drafter.config.block_size - 1), drafter.config.mask_token_id)
         self.padding = model_kwargs.get("attention_mask")
@@ -231,11 +247,12 @@ class DFlareCandidateGenerator(CandidateGenerator):
         self.model_kwargs_overrides = {"output_hidden_states": True if wants_all else request_taps(drafter.config)}
         _empty_cache(model_kwargs, input_ids.shape[1], generation_config)
         self.context = drafter.new_context_cache()
-        self.drafted: int | None = None  # in this round; None outside of one
+        self.waiting: list[list[torch.Tensor]] = []  # states of committed tokens that no draft needed yet
+        self.policy = policy_for(drafter, target, generation_config)
+        self.threshold = _confidence_threshold(generation_config)
+        self.drafted: int | None = None  # in this round; None in a plain step
         self.stopped_short = False
-        self.record = DraftRecord()
-        if (records := _records.get()) is not None:
-            records.append(self.record)
+        self.record = new_record()
 
     @torch.no_grad()
     def get_candidates(
@@ -259,12 +276,16 @@ class DFlareCandidateGenerator(CandidateGenerator):
         self.drafted = None
         if is_first_iteration:
             return input_ids, None
-        self._commit(select_taps(model_outputs, self.drafter.config), n_last_matches)
-        count = min(self.draft_limit, self.max_length - input_ids.shape[1] - 1)
-        if count < 1:
+        self.policy.begin_round()
+        self._keep_states(select_taps(model_outputs, self.drafter.config), n_last_matches)
+        limit = min(self.limit, self.max_length - input_ids.shape[1] - 1)
+        if limit < 1 or not self.policy.wants_draft():
             return input_ids, None
-        logits = self.head(self._draft_hidden(input_ids[:, -1:])[:, 1 : count + 1].to(*self.place))
-        tokens, logits = self._choose(input_ids, logits.to(input_ids.device))
+        self._commit()
+        logits = self.head(self._draft_hidden(input_ids[:, -1:])[:, 1 : limit + 1].to(*self.place))
+        count = self._choose_count(logits)
+        logits = logits[:, :count].to(input_ids.device)
+        tokens, logits = self._choose(input_ids, logits)
         keep = self._before_stop(input_ids, tokens)
         self.drafted, self.stopped_short = keep, keep < count
         if keep == 0:
@@ -273,21 +294,48 @@ class DFlareCandidateGenerator(CandidateGenerator):
         return torch.cat([input_ids, tokens[:, :keep]], dim=-1), logits[:, :keep] if wants_logits else None
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
-        """Called by the loop after each verification; only keeps the record."""
-        if self.drafted is not None:
-            last = input_ids[:, -1]
-            ended = self.eos_token_id is not None and bool(torch.isin(last, self.eos_token_id.to(last.device)).any())
-            cut = ended or self.stopped_short or input_ids.shape[1] >= self.max_length
+        """Called by the loop after each pass; keeps the record, and tells the policy. The prefill is no round."""
+        if not self.context.length and not self.waiting:
+            return
+        last = input_ids[:, -1]
+        ended = self.eos_token_id is not None and bool(torch.isin(last, self.eos_token_id.to(last.device)).any())
+        cut = ended or self.stopped_short or input_ids.shape[1] >= self.max_length
+        if self.drafted is None:
+            self.record.plain_steps += 1
+        else:
             self.record.rounds.append(DraftRound(self.drafted, int(num_matches), cut))
+        self.policy.end_round(self.drafted, [int(num_matches)], cut)
 
-    def _commit(self, taps: list[torch.Tensor], n_last_matches: int) -> None:
-        """Appends the states of tokens that the last pass confirmed: of a prefill all but padding, else the accepted."""
-        if self.context.length:
+    def _choose_count(self, logits: torch.Tensor) -> int:
+        """How many of the drafts to verify, by their distributions (1, limit, V) before any processor."""
+        if not self.policy.wants_confidences and self.threshold is None:
+            return self.policy.choose(logits.shape[1])
+        top = logits.float()
+        confidences = (top.amax(dim=-1) - top.logsumexp(dim=-1)).exp().nan_to_num()[0].tolist()
+        if self.threshold is not None:
+            below = [place for place, confidence in enumerate(confidences) if confidence < self.threshold]
+            confidences = confidences[: below[0]] if below else confidences
+        return self.policy.choose(len(confidences), confidences)
+
+    def _keep_states(self, taps: list[torch.Tensor], n_last_matches: int) -> None:
+        """Keeps the states of tokens that the last pass confirmed: of a prefill all but padding, else the accepted."""
+        if self.context.length or self.waiting:
             taps = [tap[:, : n_last_matches + 1] for tap in taps]
         elif self.padding is not None:
             real = self.padding[0, : taps[0].shape[1]].bool()
             taps = [tap[:, real.to(tap.device)] for tap in taps]
-        self.drafter.extend_context(taps, self.context)
+        self.waiting.append(taps)
+        if sum(taps[0].shape[1] for taps in self.waiting) > MAX_WAITING:
+            self._commit()
+
+    def _commit(self) -> None:
+        """Projects the states that wait into the context cache."""
+        if self.waiting:
+            taps = [
+                torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0] for pieces in zip(*self.waiting, strict=True)
+            ]
+            self.drafter.extend_context(taps, self.context)
+            self.waiting = []
 
     def _draft_hidden(self, anchor: torch.Tensor) -> torch.Tensor:
         """The drafter's final hidden states (1, block, H) for a block that starts at `anchor` (1, 1)."""
@@ -296,20 +344,7 @@ class DFlareCandidateGenerator(CandidateGenerator):
         return self.drafter(noise_embeds=noise, cache=self.context).last_hidden_state
 
     def _choose(self, input_ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draft tokens (1, k) and their processed logits (1, k, V); processors see each token's own prefix."""
-        if not self.processors and not self.do_sample:
-            return logits.argmax(dim=-1), logits
-        logits = logits.float()
-        prefix, processed = input_ids, []
-        for position in range(logits.shape[1]):
-            scores = self.processors(prefix, logits[:, position].clone()) if self.processors else logits[:, position]
-            processed.append(scores)
-            if self.do_sample:
-                token = torch.multinomial(scores.softmax(dim=-1), num_samples=1)
-            else:
-                token = scores.argmax(dim=-1, keepdim=True)
-            prefix = torch.cat([prefix, token], dim=-1)
-        return prefix[:, input_ids.shape[1] :], torch.stack(processed, dim=1)
+        return choose_drafts(self.processors, self.do_sample, input_ids, logits)
 
     def _before_stop(self, input_ids: torch.Tensor, tokens: torch.Tensor) -> int:
         """
@@ -323,6 +358,25 @@ class DFlareCandidateGenerator(CandidateGenerator):
         return tokens.shape[1]
 
 
+def choose_drafts(
+    processors, do_sample: bool, input_ids: torch.Tensor, logits: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draft tokens (1, k) and their processed logits (1, k, V); processors see each token's own prefix."""
+    if not processors and not do_sample:
+        return logits.argmax(dim=-1), logits
+    logits = logits.float()
+    prefix, processed = input_ids, []
+    for position in range(logits.shape[1]):
+        scores = processors(prefix, logits[:, position].clone()) if processors else logits[:, position]
+        processed.append(scores)
+        if do_sample:
+            token = torch.multinomial(scores.softmax(dim=-1), num_samples=1)
+        else:
+            token = scores.argmax(dim=-1, keepdim=True)
+        prefix = torch.cat([prefix, token], dim=-1)
+    return prefix[:, input_ids.shape[1] :], torch.stack(processed, dim=1) if processed else logits
+
+
 def _is_the_loops_own(criterion, generation_config) -> bool:
     """Whether the loop itself cuts a block where `criterion` fires: at the call's own length and eos tokens only."""
     if isinstance(criterion, MaxLengthCriteria):
@@ -331,6 +385,16 @@ def _is_the_loops_own(criterion, generation_config) -> bool:
     if not isinstance(criterion, EosTokenCriteria) or own is None:
         return False
     return set(criterion.eos_token_id.tolist()) <= set(own.flatten().tolist())
+
+
+def check_cache(cache) -> None:
+    """Raises `ValueError` for a cache that cannot drop its last tokens; transformers' loop would tell after the prefill."""
+    if not getattr(cache, "is_croppable", True):
+        kinds = sorted({type(layer).__name__ for layer in cache.layers if not layer.is_croppable})
+        raise ValueError(
+            f"the cache has layers of type {', '.join(kinds)}, whose tokens cannot be taken back after verification; use "
+            "the default cache, or generate without assistant_model"
+        )
 
 
 def _check_inputs(model_kwargs: dict) -> None:
@@ -364,12 +428,17 @@ def _empty_cache(model_kwargs: dict, length: int, generation_config) -> None:
     cache.crop(-filled)
 
 
-def _draft_limit(config, generation_config) -> int:
+def draft_limit(config, generation_config) -> int:
     """
-    Drafts to verify per round: the block without its anchor, or fewer if the drafter's `num_draft_tokens` or the call's
-    `num_assistant_tokens` says so (20 is what transformers fills in where nobody does, so it limits nothing). The block
-    itself is always drafted at its trained size.
+    Drafts to verify per round at most: the block without its anchor, or fewer if the drafter's `num_draft_tokens` or the
+    call's `num_assistant_tokens` says so. The block itself is always drafted at its trained size.
     """
     asked = generation_config.num_assistant_tokens
     limits = (config.block_size - 1, config.num_draft_tokens, None if asked == STOCK_NUM_ASSISTANT_TOKENS else asked)
     return max(0, min(limit for limit in limits if limit is not None))
+
+
+def _confidence_threshold(generation_config) -> float | None:
+    """The call's `assistant_confidence_threshold`: drafts end before the first whose likeliest token is less likely."""
+    asked = generation_config.assistant_confidence_threshold
+    return None if asked in (None, 0, STOCK_CONFIDENCE_THRESHOLD) else asked

@@ -10,6 +10,7 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 FUSIONS = ("layerwise", "shared_fc")
+DRAFT_POLICIES = ("adaptive", "fixed")
 # The ids that published checkpoints keep inside `dflash_config`; we read and write them in both places.
 NESTED_KEYS = ("block_size", "mask_token_id", "target_layer_ids")
 DRAFT_LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -40,8 +41,11 @@ class DFlareConfig(Qwen3Config):
         separate_context_kv (`bool`):
             Whether the context has key/value projections of its own. Unset: yes with `"layerwise"`, no with `"shared_fc"`.
         num_draft_tokens (`int`, *optional*):
-            Drafts handed to the target per round, if fewer than `block_size - 1`: what pays depends on how dear
-            verification is. `num_assistant_tokens` of a call can only lower it.
+            Drafts handed to the target per round at most, if fewer than `block_size - 1`. `num_assistant_tokens` of a
+            call can only lower it.
+        draft_policy (`str`, defaults to `"adaptive"`):
+            `"adaptive"`: each round verifies as many drafts as promise the most tokens per second here, and drafting
+            pauses where it does not pay. `"fixed"`: always as many as allowed, which makes seeded samples repeatable.
 
     Raises:
         ValueError: for a value that is missing, out of range or contradictory; it names the field and both values.
@@ -59,6 +63,7 @@ class DFlareConfig(Qwen3Config):
     fusion_softmax: bool = True
     separate_context_kv: bool | None = None
     num_draft_tokens: int | None = None
+    draft_policy: str = "adaptive"
     dflash_config: dict | None = None
 
     def __post_init__(self, **kwargs):
@@ -126,6 +131,8 @@ class DFlareConfig(Qwen3Config):
             _require_int(key, getattr(self, key), low)
         if self.fusion not in FUSIONS:
             raise ValueError(f"fusion is {self.fusion!r}; known are {', '.join(FUSIONS)}")
+        if self.draft_policy not in DRAFT_POLICIES:
+            raise ValueError(f"draft_policy is {self.draft_policy!r}; known are {', '.join(DRAFT_POLICIES)}")
         if self.mask_token_id >= self.vocab_size:
             raise ValueError(f"mask_token_id is {self.mask_token_id}, outside the vocabulary of {self.vocab_size}")
         if self.num_attention_heads % self.num_key_value_heads:

@@ -1,5 +1,5 @@
 """
-How `generate()` finds a DFlare drafter. Three methods of `GenerationMixin` are wrapped once, when the drafter's code is
+How `generate()` finds a DFlare drafter. Four methods of `GenerationMixin` are wrapped once, when the drafter's code is
 imported; the wrappers hand over to the assistant model if it defines the two methods below, and to the original for
 everything else (other assistants, prompt lookup, transformers' native DFlash, MTP). They look for names, not classes,
 so several loaded copies of this file serve each other's drafters, and hold no state.
@@ -14,14 +14,20 @@ Who refuses a patched class calls `uninstall_hook()` and `drafter.attach(target)
 one target.
 """
 
+import copy
 import functools
 import threading
-from types import MethodType
 
 from transformers import GenerationMixin, PreTrainedModel
 
+# What `generate()` hands to a decoding method besides the inputs of the model.
+DECODING_ARGUMENTS = (
+    *("generation_config", "logits_processor", "stopping_criteria", "streamer", "synced_gpus"),
+    *("inputs_tensor", "assistant_tokenizer", "tokenizer"),
+)
 MARK = "_dflare_original"
 CRITERIA = "_dflare_stopping_criteria"
+ATTACHED = "_dflare_attached_to"
 _lock = threading.Lock()
 
 
@@ -36,6 +42,8 @@ def _wrap_validation(original):
         if _accepts(assistant_model) and generation_config.speculation_type is None:
             assistant_model.check_target(self, generation_config)
             setattr(generation_config, CRITERIA, ())
+            generation_config = copy.copy(generation_config)
+            generation_config.num_return_sequences = 1  # which the original insists on; `decode_batch` takes more
         return original(self, generation_mode, generation_config, generation_mode_kwargs)
 
     return validate
@@ -70,10 +78,24 @@ def _wrap_stopping(original):
     return get_stopping_criteria
 
 
+def _wrap_decoding(original):
+    @functools.wraps(original)
+    def assisted_decoding(self, input_ids, *args, **kwargs):
+        assistant_model, config = kwargs.get("assistant_model"), kwargs.get("generation_config")
+        if len(input_ids) > 1 and _accepts(assistant_model) and config.speculation_type is None:
+            known = {name: kwargs.pop(name) for name in DECODING_ARGUMENTS if name in kwargs}
+            del kwargs["assistant_model"]
+            return assistant_model.decode_batch(self, original, input_ids, **known, model_kwargs=kwargs)
+        return original(self, input_ids, *args, **kwargs)
+
+    return assisted_decoding
+
+
 WRAPPERS = {
     "_validate_generation_mode": _wrap_validation,
     "_get_candidate_generator": _wrap_factory,
     "_get_stopping_criteria": _wrap_stopping,
+    "_assisted_decoding": _wrap_decoding,
 }
 
 
@@ -98,18 +120,22 @@ def uninstall_hook() -> None:
 
 
 def attach_to(target) -> None:
-    """Wraps the methods on this one target (or the one inside a compiled or PEFT wrapper), whatever the class does."""
+    """
+    Wraps the methods for this one target (or the one inside a compiled or PEFT wrapper), whatever its class does: it gets
+    a class of its own, of the same name, since `generate()` asks the class for some of them.
+    """
     target = _innermost(target)
-    for name, wrap in WRAPPERS.items():
-        method = getattr(type(target), name)
-        setattr(target, name, MethodType(wrap(getattr(method, MARK, method)), target))
+    if ATTACHED in vars(type(target)):
+        return
+    base = type(target)
+    methods = {name: wrap(getattr(getattr(base, name), MARK, getattr(base, name))) for name, wrap in WRAPPERS.items()}
+    target.__class__ = type(base.__name__, (base,), {**methods, ATTACHED: base, "__module__": base.__module__})
 
 
 def detach_from(target) -> None:
     """Undoes `attach_to`; a target that is not attached is left alone."""
     target = _innermost(target)
-    for name in WRAPPERS:
-        target.__dict__.pop(name, None)
+    target.__class__ = vars(type(target)).get(ATTACHED, type(target))
 
 
 def _innermost(target) -> PreTrainedModel:

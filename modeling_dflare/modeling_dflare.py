@@ -24,6 +24,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
+from .batches_dflare import decode_batch, gather_columns
 from .candidates_dflare import DFlareCandidateGenerator, DraftRecord, check_target, record_drafts
 from .configuration_dflare import DFlareConfig
 from .hook_dflare import attach_to, detach_from, install_hook
@@ -87,6 +88,18 @@ class ContextCache:
         buffers = self._write(layer_idx, self.length, block)
         end = self.length + block[0].shape[2]
         return tuple(buffer[:, :, :end] for buffer in buffers)
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Keeps these sequences of the batch."""
+        self._change(lambda states: states[rows.to(states.device)])
+
+    def select_columns(self, columns: torch.Tensor) -> None:
+        """Keeps, for each sequence, the committed tokens at these places, (b, n) ascending."""
+        self._change(lambda states: gather_columns(states, columns))
+        self.length = columns.shape[1]
+
+    def _change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.buffers = [tuple(change(states) for states in buffers) if buffers else None for buffers in self.buffers]
 
     def _write(self, layer_idx: int, start: int, states: KeyValue) -> KeyValue:
         end = start + states[0].shape[2]
@@ -261,19 +274,29 @@ class DFlareForBlockDiffusion(PreTrainedModel):
         for layer, context in zip(self.layers, self.fuse(taps), strict=True):
             yield layer.self_attn.project_context(context, position_embeddings)
 
-    def extend_context(self, taps: Sequence[torch.Tensor], cache: ContextCache, chunk: int = 1024) -> None:
+    def extend_context(
+        self,
+        taps: Sequence[torch.Tensor],
+        cache: ContextCache,
+        position_ids: torch.Tensor | None = None,
+        chunk: int = 1024,
+    ) -> None:
         """
         Commits newly accepted tokens to the context cache, in chunks so that a long prompt needs no large temporaries.
 
         Args:
             taps: T tensors (b, n, H) of the target's hidden states, in `target_layer_ids` order, of any float type.
-            cache: from `new_context_cache`; its positions continue where it ends.
+            cache: from `new_context_cache`.
+            position_ids: (b, n); by default they continue where the cache ends.
             chunk: tokens projected at once.
         """
         for start in range(0, taps[0].shape[1], chunk):
             piece = [tap[:, start : start + chunk].to(self.device, self.dtype) for tap in taps]
             count = piece[0].shape[1]
-            positions = torch.arange(cache.length, cache.length + count, device=self.device).unsqueeze(0)
+            if position_ids is None:
+                positions = torch.arange(cache.length, cache.length + count, device=self.device).unsqueeze(0)
+            else:
+                positions = position_ids[:, start : start + count].to(self.device)
             for layer_idx, context in enumerate(self.project_context(piece, positions)):
                 cache.append(layer_idx, context)
             cache.advance(count)
@@ -390,6 +413,10 @@ class DFlareForBlockDiffusion(PreTrainedModel):
     def make_candidate_generator(self, target: PreTrainedModel, **call) -> DFlareCandidateGenerator:
         """What the hook asks an assistant model for: the candidate generator of one call of `generate()`."""
         return DFlareCandidateGenerator(self, target, **call)
+
+    def decode_batch(self, target: PreTrainedModel, stock: Callable, input_ids: torch.Tensor, **call) -> torch.Tensor:
+        """What the hook calls for more than one sequence; see `batches_dflare.decode_batch`."""
+        return decode_batch(self, target, stock, input_ids, **call)
 
     def attach(self, target: PreTrainedModel) -> None:
         """Makes this one target accept DFlare drafters without the class-wide hook (see `hook_dflare`)."""

@@ -33,7 +33,9 @@ def tiny_target(vocab_size: int = 64, dtype=torch.float64, seed: int = 0, **over
 def tiny_drafter(target, block_size: int = 4, seed: int = 1, **overrides) -> DFlareForBlockDiffusion:
     """Two random draft layers on taps 1, 2, 3 of `target`, in its dtype."""
     torch.manual_seed(seed)
-    fields = dict(num_hidden_layers=2, block_size=block_size, target_layer_ids=[1, 2, 3]) | overrides
+    fields = (
+        dict(num_hidden_layers=2, block_size=block_size, target_layer_ids=[1, 2, 3], draft_policy="fixed") | overrides
+    )
     config = DFlareConfig.from_target(target.config, **fields)
     return DFlareForBlockDiffusion(config).to(target.dtype).eval()
 

@@ -16,7 +16,8 @@ from dflare import DFlareConfig, DFlareForBlockDiffusion
 from dflare.modeling_dflare import fusion_start
 from helpers import prompt_of, tiny_drafter, tiny_target
 
-CODE = {"configuration_dflare.py", "modeling_dflare.py", "candidates_dflare.py", "hook_dflare.py"}
+PARTS = ("configuration", "modeling", "candidates", "policy", "batches", "hook")
+CODE = {f"{part}_dflare.py" for part in PARTS}
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import StoppingCriteriaList
 
+from dflare.policy_dflare import FixedPolicy
 from helpers import tiny_drafter, tiny_target
 
 VOCABULARY, NEW = 8, 3
@@ -71,6 +72,20 @@ def test_distribution_of_three_tokens(pair):
 
 def test_distribution_with_temperature_and_top_k(pair):
     assert check(pair, 1000, temperature=0.5, top_k=4) > 0.15
+
+
+class ByConfidence(FixedPolicy):
+    """Verifies what is likelier than most, as the adaptive policy may."""
+
+    wants_confidences = True
+
+    def choose(self, limit, confidences=None):
+        return next((place for place, confidence in enumerate(confidences) if confidence < 0.17), limit)
+
+
+def test_distribution_where_confidence_decides(pair, monkeypatch):
+    monkeypatch.setattr("dflare.candidates_dflare.policy_for", lambda *args: ByConfidence())
+    assert check(pair, 1500, temperature=1.0, top_k=VOCABULARY) > 0.3
 
 
 @pytest.mark.slow

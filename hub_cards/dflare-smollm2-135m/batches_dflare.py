@@ -1,0 +1,1 @@
+../../modeling_dflare/batches_dflare.py

@@ -1,0 +1,1 @@
+../../modeling_dflare/policy_dflare.py
