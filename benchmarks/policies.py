@@ -8,17 +8,17 @@ fail. Medians over prompts of tokens per second relative to ordinary decoding.
 
 import argparse
 import copy
+import functools
 import json
 import random
 import statistics
 import sys
-import time
 from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer
 
-from dflare.commands.generate import encode
+from dflare.commands.generate import encode, timed
 from dflare.configuration.arguments import DEFAULT_DRAFTER, DEFAULT_TARGET
 from dflare.configuration.targets import load_pretrained, resolve_drafter, resolve_target
 
@@ -49,9 +49,7 @@ def race(target, prompts: list, arms: dict, options: dict) -> dict[str, list[flo
     for number, inputs in enumerate(prompts):
         names = list(arms)[number % len(arms) :] + list(arms)[: number % len(arms)]
         for name in names:
-            start = time.perf_counter()
-            output = target.generate(**inputs, **options, **arms[name])
-            seconds = time.perf_counter() - start
+            output, seconds = timed(functools.partial(target.generate, **inputs, **options, **arms[name]))
             costs[name].append(seconds / (output.shape[1] - inputs["input_ids"].shape[1]))
     return costs
 

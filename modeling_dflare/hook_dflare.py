@@ -6,6 +6,7 @@ so several loaded copies of this file serve each other's drafters, and hold no s
 
     assistant.check_target(target, generation_config)        before any work; raises what cannot be accelerated
     assistant.make_candidate_generator(target, **call)       the candidate generator of this one call
+    assistant.decode_batch(target, stock, input_ids, **call) the output of a call with more than one sequence
 
 The third wrapper only notes the stopping criteria of such a call on the call's own copy of the generation config: the
 stock loop tests them once per block, so the candidate generator must end its draft where one would fire.

@@ -65,8 +65,9 @@ class PairStatistics:
         known = sorted((k, statistics.median(list(t))) for k, t in self.times.items() if k is not None)
         if not known:
             return None
-        if self.plain_seconds is not None and known[0][0] > 0:
-            known.insert(0, (0, self.plain_seconds))
+        plain = self.plain_seconds
+        if plain is not None and known[0][0] > 0:
+            known.insert(0, (0, plain))
         return [_interpolate(known, k) for k in range(limit + 1)]
 
 

@@ -16,8 +16,8 @@ import torch
 import dflare.batches_dflare as batches
 from dflare.candidates_dflare import DFlareCandidateGenerator
 from dflare.policy_dflare import FixedPolicy
-from helpers import prompt_of
-from matrix import OPTIONS, Collect, drafter_for
+from helpers import Collect, prompt_of
+from matrix import OPTIONS, drafter_for
 from zoo import TARGETS, build
 
 # Options that make sense, or that transformers itself serves, for one row only.

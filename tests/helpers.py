@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.generation.streamers import BaseStreamer
 
 from dflare import DFlareConfig, DFlareForBlockDiffusion
 from dflare.candidates_dflare import DFlareCandidateGenerator
@@ -65,6 +66,25 @@ def make_oracle(drafter: DFlareForBlockDiffusion, truth: torch.Tensor, spoiled: 
         return generator
 
     drafter.make_candidate_generator = make
+
+
+class Collect(BaseStreamer):
+    """Remembers what it is given, in the groups it came in."""
+
+    def __init__(self):
+        self.groups: list[list[int]] = []
+        self.ended = False
+
+    @property
+    def tokens(self) -> list[int]:
+        """All of it."""
+        return sum(self.groups, [])
+
+    def put(self, value):
+        self.groups.append(value.flatten().tolist())
+
+    def end(self):
+        self.ended = True
 
 
 def prompt_of(length: int, vocab_size: int = 64, seed: int = 0) -> torch.Tensor:

@@ -18,11 +18,10 @@ from transformers import (
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
 )
-from transformers.generation.streamers import BaseStreamer
 
 from dflare import DFlareConfig, DFlareForBlockDiffusion
 from dflare.candidates_dflare import CACHE_NAME
-from helpers import make_oracle, prompt_of
+from helpers import Collect, make_oracle, prompt_of
 from zoo import ROPE_IN_FULL, TARGETS, build
 
 LENGTH, NEW = 9, 24
@@ -44,19 +43,6 @@ class Option:
     refused: str | None = None
     why: str = ""
     refused_on_some: tuple[str, ...] = ()  # parts of the errors on targets, or releases, that cannot serve it
-
-
-class Collect(BaseStreamer):
-    """Remembers what it is given."""
-
-    def __init__(self):
-        self.tokens: list[int] = []
-
-    def put(self, value):
-        self.tokens += value.flatten().tolist()
-
-    def end(self):
-        pass
 
 
 def plain(**arguments) -> Callable[..., dict]:

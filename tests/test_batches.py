@@ -1,16 +1,15 @@
 """Several sequences in one call: each row is what it would be on its own, however the others fare."""
 
-import itertools
-
 import pytest
 import torch
-from transformers import GenerationConfig, MistralConfig, MistralForCausalLM, TextStreamer
+from transformers import GenerationConfig, TextStreamer
 from transformers.cache_utils import StaticLayer
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 import dflare.batches_dflare as batches
 from dflare.hook_dflare import install_hook, uninstall_hook
 from helpers import greedy, prompt_of, tiny_drafter, tiny_target
+from zoo import build
 
 LENGTH, PADDING = 9, (4, 0, 7, 2)  # tokens of each row that are padding
 
@@ -167,21 +166,12 @@ def test_custom_criteria_end_their_own_row(target, drafter, oracle):
         assert not ours[row, LENGTH + len(expected) :].any()
 
 
-def sliding_target():
-    torch.manual_seed(0)
-    config = MistralConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4,
-        num_key_value_heads=2, sliding_window=8, initializer_range=0.2, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    return MistralForCausalLM(config).double().eval()
-
-
 @pytest.mark.parametrize("case", ["sliding window", "static cache", "embeddings"])
 def test_what_is_decoded_row_by_row(target, drafter, monkeypatch, case):
     monkeypatch.setattr(batches.BatchDecoder, "run", None)
     batch, options = padded_batch(3), {"max_new_tokens": 12}
     if case == "sliding window":
-        target = sliding_target()
+        target = build("Mistral, sliding window")
         drafter = tiny_drafter(target)
     if case == "static cache":
         if not StaticLayer.is_croppable:
@@ -231,7 +221,7 @@ def test_sampling_keeps_each_rows_distribution():
         for place, tokens in enumerate(output[:, 3:5].tolist()):
             counts[place // (runs // 4), tokens[0], tokens[1]] += 1
     for row, prompt in enumerate(ids):
-        every = torch.tensor(list(itertools.product(range(vocabulary), repeat=1)))
+        every = torch.arange(vocabulary).unsqueeze(1)
         first = target(prompt[None]).logits[0, -1].softmax(-1)
         second = target(torch.cat([prompt.expand(vocabulary, -1), every], dim=1)).logits[:, -1].softmax(-1)
         expected = (first[:, None] * second * runs).flatten()

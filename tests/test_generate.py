@@ -15,27 +15,16 @@ from transformers import (
     StoppingCriteriaList,
     SynthIDTextWatermarkingConfig,
 )
-from transformers.generation.streamers import BaseStreamer
 
 from dflare import DFlareConfig, DFlareForBlockDiffusion, install_hook, uninstall_hook
 from dflare.candidates_dflare import CACHE_NAME
-from helpers import greedy, make_oracle, prompt_of, tiny_drafter, tiny_target
+from helpers import Collect, greedy, make_oracle, prompt_of, tiny_drafter, tiny_target
+from zoo import build
 
 
 @pytest.fixture(scope="module")
 def target():
     return tiny_target()
-
-
-class Collect(BaseStreamer):
-    def __init__(self):
-        self.groups, self.ended = [], False
-
-    def put(self, value):
-        self.groups.append(value.flatten().tolist())
-
-    def end(self):
-        self.ended = True
 
 
 class StopAtLength(StoppingCriteria):
@@ -358,24 +347,7 @@ def test_beams_stay_transformers_own(target):
 
 
 def test_a_target_that_cannot_roll_back_is_refused():
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-
-    target = tiny_target()
-    drafter = tiny_drafter(target)
-    config = Qwen3NextConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=4,
-        moe_intermediate_size=32,
-        shared_expert_intermediate_size=32,
-        num_experts_per_tok=2,
-    )
-    hybrid = Qwen3NextForCausalLM(config).eval()
+    drafter, hybrid = tiny_drafter(tiny_target()), build("Qwen3-Next")
     with pytest.raises(ValueError, match="linear_attention|stateful"):
         greedy(hybrid, prompt_of(4), max_new_tokens=4, assistant_model=drafter)
 
