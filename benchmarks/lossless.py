@@ -13,7 +13,6 @@ import argparse
 import hashlib
 import json
 import platform
-import random
 import statistics
 import sys
 import time
@@ -23,17 +22,9 @@ sys.modules["dflare"] = None  # importing the package fails from here on
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
+from prompts import FORMATS, draw_prompts  # noqa: E402
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
-REASON = "\nPlease reason step by step, and put your final answer within \\boxed{{}}."
-FORMATS = {
-    "gsm8k": "{}" + REASON,
-    "math500": "{}" + REASON,
-    "aime25": "{}" + REASON,
-    "humaneval": "Complete the following Python function. Answer with the whole function.\n```python\n{}```",
-    "mbpp_sanitized": "{}",
-    "mt_bench": "{}",
-}
 GROUPS = {
     "math": ("gsm8k", "math500", "aime25"),
     "code": ("humaneval", "mbpp_sanitized"),
@@ -41,13 +32,6 @@ GROUPS = {
     "all": tuple(FORMATS),
 }
 NEAR_TIE = 0.25  # a difference of the top two logits that bf16 rounding can turn over
-
-
-def draw_prompts(folder: Path, name: str, count: int, seed: int) -> list[dict]:
-    """`count` rows of a benchmark by the seed, its first turn in its format."""
-    lines = (folder / f"{name}.jsonl").read_text(encoding="utf-8").rstrip("\n").split("\n")
-    rows = random.Random(seed).sample([json.loads(line) for line in lines], count)
-    return [{"id": row["id"], "text": FORMATS[name].format(row["turns"][0])} for row in rows]
 
 
 def run_prompt(target, drafter, inputs, max_new_tokens: int, drafter_first: bool) -> dict:

@@ -20,7 +20,8 @@ from dflare import DFlareConfig, DFlareForBlockDiffusion
 from dflare.candidates_dflare import request_taps, select_taps
 from dflare.configuration.arguments import DEFAULT_TARGET
 from dflare.configuration.targets import resolve_target
-from dflare.training.loss import RestrictedHead, block_hidden_states, weighted_cross_entropy
+from dflare.drafting_dflare import RestrictedHead
+from dflare.training.loss import block_hidden_states, weighted_cross_entropy
 
 BATCH, LENGTH, PROMPT, ANCHORS, TOKENS = 4, 280, 100, 64, 15_824
 

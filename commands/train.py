@@ -44,7 +44,7 @@ def run(args: TrainArguments) -> int:
     trainer = build_trainer(args, settings, drafter, target, rows)
     print(f"{sum(p.numel() for p in drafter.parameters()):,} parameters; taps {drafter.config.target_layer_ids}")
     trainer.train(resume_from_checkpoint=checkpoint)
-    save(trainer, args)
+    save(trainer, args, rows)
     return 0
 
 
@@ -131,12 +131,14 @@ def checkpoint_to_resume(args: TrainArguments, config: DFlareConfig) -> str | No
     return str(checkpoints[0]) if checkpoints else None
 
 
-def save(trainer: DFlareTrainer, args: TrainArguments) -> None:
+def save(trainer: DFlareTrainer, args: TrainArguments, rows: Dataset) -> None:
     """Writes `drafter/` (weights in bf16, config, code), then evaluates and writes `training.json`."""
     output = Path(args.output_dir)
     drafter = trainer.accelerator.unwrap_model(trainer.model)
     release = DFlareForBlockDiffusion(drafter.config).to(torch.bfloat16)
     release.load_state_dict(drafter.state_dict())
+    if args.draft_vocab_size:
+        release.set_draft_vocabulary(response_token_ids(rows, args.draft_vocab_size))
     if trainer.is_world_process_zero():
         release.save_pretrained(output / "drafter")
     metrics = trainer.evaluate()

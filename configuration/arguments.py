@@ -98,6 +98,9 @@ class TrainArguments:
         None,
     )
     restrict_vocabulary: bool = setting("Let the training loss see only tokens that occur in responses.", False)
+    draft_vocab_size: int | None = setting(
+        "Let the finished drafter draft only this many tokens, the most frequent in responses; by default all.", None
+    )
     final_norm_start: float = setting("Start value of the final norm's scale.", 1.0)
     target_dtype: str = setting("Type of the frozen target.", "bfloat16", DTYPES)
     threads: int | None = setting("CPU threads; by default torch decides.", None)

@@ -25,12 +25,11 @@ from .candidates_dflare import (
     CACHE_NAME,
     DraftRound,
     check_cache,
-    choose_drafts,
-    draft_limit,
     new_record,
     request_taps,
     select_taps,
 )
+from .drafting_dflare import BlockDrafter, draft_limit
 from .policy_dflare import policy_for
 
 # Inputs of the target that this loop makes itself, so that it may drop those of the call.
@@ -91,8 +90,7 @@ class BatchDecoder:
         self, drafter, target, input_ids, processors, *, generation_config, stopping_criteria, model_kwargs: dict
     ):
         self.drafter, self.target, self.do_sample = drafter, target, generation_config.do_sample
-        self.embed, self.head = target.get_input_embeddings(), target.get_output_embeddings()
-        self.place = (input_ids.device if target.device.type == "meta" else target.device, target.dtype)
+        self.block = BlockDrafter(drafter, target, input_ids)
         self.processors = processors
         self.stops = {
             token for c in stopping_criteria if isinstance(c, EosTokenCriteria) for token in c.eos_token_id.tolist()
@@ -110,7 +108,6 @@ class BatchDecoder:
         mask = model_kwargs.get("attention_mask")
         self.valid = torch.ones_like(input_ids).bool() if mask is None else mask.bool()  # (b, columns of the caches)
         self.filled = self.valid.sum(dim=1).tolist()  # valid columns of each active row
-        self.mask_ids = input_ids.new_full((1, drafter.config.block_size - 1), drafter.config.mask_token_id)
 
     @torch.no_grad()
     def run(self) -> list[torch.Tensor]:
@@ -169,20 +166,13 @@ class BatchDecoder:
 
     def _draft(self, anchors: torch.Tensor, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Draft tokens (b, k) and their processed logits (b, k, V)."""
-        block = torch.cat([anchors, self.mask_ids.expand(len(anchors), -1)], dim=1)
-        noise = self.embed(block.to(self.place[0])).to(self.drafter.device, self.drafter.dtype)
-        hidden = self.drafter(
-            noise_embeds=noise,
-            cache=self.context,
-            attention_mask=torch.cat([self.valid, torch.ones_like(block).bool()], dim=1).to(noise.device),
-            position_ids=self._positions(block.shape[1]).to(noise.device),
-        ).last_hidden_state
-        count = self.policy.choose(limit)
-        logits = self.head(hidden[:, 1 : count + 1].to(*self.place)).to(anchors.device)
+        positions = self._positions(self.drafter.config.block_size)
+        hidden = self.block.hidden(anchors, self.context, self.valid, positions)
+        logits = self.block.logits(hidden, self.policy.choose(limit)).to(anchors.device)
         if self.plain:
-            return logits.argmax(dim=-1), logits
+            return self.block.likeliest(logits), logits
         rows = [
-            choose_drafts(self.processors[row], self.do_sample, self.texts[row], logits[i : i + 1])
+            self.block.choose(self.processors[row], self.do_sample, self.texts[row], logits[i : i + 1])
             for i, row in enumerate(self.rows)
         ]
         return torch.cat([tokens for tokens, _ in rows]), torch.cat([scores for _, scores in rows])

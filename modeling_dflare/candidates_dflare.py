@@ -17,13 +17,14 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from .configuration_dflare import CROPPABLE_LAYER_TYPES
+from .drafting_dflare import BlockDrafter, draft_limit
 from .policy_dflare import policy_for
 
 # Up to 5.22 a list given as `output_hidden_states` names decoder layers; from 5.23 on, places in the usual tuple.
 _VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 TUPLE_INDEXED = _VERSION >= (5, 23)
-# What transformers fills in where nobody asked: no limits.
-STOCK_NUM_ASSISTANT_TOKENS, STOCK_CONFIDENCE_THRESHOLD = 20, 0.4
+# What transformers fills in where nobody asked: no threshold.
+STOCK_CONFIDENCE_THRESHOLD = 0.4
 MAX_WAITING = 256  # committed tokens whose states may wait for the next draft
 CACHE_NAME = "cache" if _VERSION >= (5, 24) else "past_key_values"
 
@@ -225,11 +226,7 @@ class DFlareCandidateGenerator(CandidateGenerator):
             )
         check_cache(model_kwargs.get(CACHE_NAME))
         _check_inputs(model_kwargs)
-        self.drafter = drafter
-        self.embed = target.get_input_embeddings()
-        self.head = target.get_output_embeddings()
-        # Accelerate's hooks move inputs on from the target's first device where its parts lie apart.
-        self.place = (input_ids.device if target.device.type == "meta" else target.device, target.dtype)
+        self.drafter, self.block = drafter, BlockDrafter(drafter, target, input_ids)
         self.max_length = generation_config.max_length
         self.eos_token_id = getattr(generation_config, "_eos_token_tensor", None)
         self.do_sample = generation_config.do_sample
@@ -241,7 +238,6 @@ class DFlareCandidateGenerator(CandidateGenerator):
         if keeps_scores and any(not type(c).__module__.startswith("transformers.") for c in self.criteria):
             self.limit = 0
         self.needs_logits = generation_config.assistant_ensemble_weight is not None
-        self.mask_ids = input_ids.new_full((1, drafter.config.block_size - 1), drafter.config.mask_token_id)
         self.padding = model_kwargs.get("attention_mask")
         wants_all = generation_config.output_hidden_states
         self.model_kwargs_overrides = {"output_hidden_states": True if wants_all else request_taps(drafter.config)}
@@ -282,7 +278,7 @@ class DFlareCandidateGenerator(CandidateGenerator):
         if limit < 1 or not self.policy.wants_draft():
             return input_ids, None
         self._commit()
-        logits = self.head(self._draft_hidden(input_ids[:, -1:])[:, 1 : limit + 1].to(*self.place))
+        logits = self.block.logits(self.block.hidden(input_ids[:, -1:], self.context), limit)
         count = self._choose_count(logits)
         logits = logits[:, :count].to(input_ids.device)
         tokens, logits = self._choose(input_ids, logits)
@@ -310,8 +306,7 @@ class DFlareCandidateGenerator(CandidateGenerator):
         """How many of the drafts to verify, by their distributions (1, limit, V) before any processor."""
         if not self.policy.wants_confidences and self.threshold is None:
             return self.policy.choose(logits.shape[1])
-        top = logits.float()
-        confidences = (top.amax(dim=-1) - top.logsumexp(dim=-1)).exp().nan_to_num()[0].tolist()
+        confidences = logits.softmax(dim=-1).amax(dim=-1).nan_to_num()[0].tolist()
         if self.threshold is not None:
             below = [place for place, confidence in enumerate(confidences) if confidence < self.threshold]
             confidences = confidences[: below[0]] if below else confidences
@@ -337,14 +332,8 @@ class DFlareCandidateGenerator(CandidateGenerator):
             self.drafter.extend_context(taps, self.context)
             self.waiting = []
 
-    def _draft_hidden(self, anchor: torch.Tensor) -> torch.Tensor:
-        """The drafter's final hidden states (1, block, H) for a block that starts at `anchor` (1, 1)."""
-        noise = self.embed(torch.cat([anchor, self.mask_ids.to(anchor.device)], dim=-1).to(self.place[0]))
-        noise = noise.to(self.drafter.device, self.drafter.dtype)
-        return self.drafter(noise_embeds=noise, cache=self.context).last_hidden_state
-
     def _choose(self, input_ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return choose_drafts(self.processors, self.do_sample, input_ids, logits)
+        return self.block.choose(self.processors, self.do_sample, input_ids, logits)
 
     def _before_stop(self, input_ids: torch.Tensor, tokens: torch.Tensor) -> int:
         """
@@ -356,25 +345,6 @@ class DFlareCandidateGenerator(CandidateGenerator):
             if any(bool(criterion(prefix, None).any()) for criterion in self.criteria):
                 return count - 1
         return tokens.shape[1]
-
-
-def choose_drafts(
-    processors, do_sample: bool, input_ids: torch.Tensor, logits: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draft tokens (1, k) and their processed logits (1, k, V); processors see each token's own prefix."""
-    if not processors and not do_sample:
-        return logits.argmax(dim=-1), logits
-    logits = logits.float()
-    prefix, processed = input_ids, []
-    for position in range(logits.shape[1]):
-        scores = processors(prefix, logits[:, position].clone()) if processors else logits[:, position]
-        processed.append(scores)
-        if do_sample:
-            token = torch.multinomial(scores.softmax(dim=-1), num_samples=1)
-        else:
-            token = scores.argmax(dim=-1, keepdim=True)
-        prefix = torch.cat([prefix, token], dim=-1)
-    return prefix[:, input_ids.shape[1] :], torch.stack(processed, dim=1) if processed else logits
 
 
 def _is_the_loops_own(criterion, generation_config) -> bool:
@@ -426,16 +396,6 @@ def _empty_cache(model_kwargs: dict, length: int, generation_config) -> None:
             "the states of all of them, so pass the whole prompt as input_ids"
         )
     cache.crop(-filled)
-
-
-def draft_limit(config, generation_config) -> int:
-    """
-    Drafts to verify per round at most: the block without its anchor, or fewer if the drafter's `num_draft_tokens` or the
-    call's `num_assistant_tokens` says so. The block itself is always drafted at its trained size.
-    """
-    asked = generation_config.num_assistant_tokens
-    limits = (config.block_size - 1, config.num_draft_tokens, None if asked == STOCK_NUM_ASSISTANT_TOKENS else asked)
-    return max(0, min(limit for limit in limits if limit is not None))
 
 
 def _confidence_threshold(generation_config) -> float | None:

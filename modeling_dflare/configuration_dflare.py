@@ -46,6 +46,9 @@ class DFlareConfig(Qwen3Config):
         draft_policy (`str`, defaults to `"adaptive"`):
             `"adaptive"`: each round verifies as many drafts as promise the most tokens per second here, and drafting
             pauses where it does not pay. `"fixed"`: always as many as allowed, which makes seeded samples repeatable.
+        draft_vocab_size (`int`, *optional*):
+            Tokens that are ever drafted, if not all: the weights then hold `draft_token_ids`, rows of the target's head.
+            Set by `DFlareForBlockDiffusion.set_draft_vocabulary`.
 
     Raises:
         ValueError: for a value that is missing, out of range or contradictory; it names the field and both values.
@@ -64,6 +67,7 @@ class DFlareConfig(Qwen3Config):
     separate_context_kv: bool | None = None
     num_draft_tokens: int | None = None
     draft_policy: str = "adaptive"
+    draft_vocab_size: int | None = None
     dflash_config: dict | None = None
 
     def __post_init__(self, **kwargs):
@@ -125,14 +129,15 @@ class DFlareConfig(Qwen3Config):
             if getattr(self, key) is None:
                 raise ValueError(f"{key} is missing; DFlareConfig.from_target(target.config) derives it")
         least = {"block_size": 2, "num_hidden_layers": 1, "num_target_layers": 2, "mask_token_id": 0}
-        if self.num_draft_tokens is not None:
-            least["num_draft_tokens"] = 1
+        least |= {key: 1 for key in ("num_draft_tokens", "draft_vocab_size") if getattr(self, key) is not None}
         for key, low in least.items():
             _require_int(key, getattr(self, key), low)
         if self.fusion not in FUSIONS:
             raise ValueError(f"fusion is {self.fusion!r}; known are {', '.join(FUSIONS)}")
         if self.draft_policy not in DRAFT_POLICIES:
             raise ValueError(f"draft_policy is {self.draft_policy!r}; known are {', '.join(DRAFT_POLICIES)}")
+        if (self.draft_vocab_size or 0) > self.vocab_size:
+            raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}, above vocab_size {self.vocab_size}")
         if self.mask_token_id >= self.vocab_size:
             raise ValueError(f"mask_token_id is {self.mask_token_id}, outside the vocabulary of {self.vocab_size}")
         if self.num_attention_heads % self.num_key_value_heads:

@@ -234,6 +234,8 @@ class DFlareForBlockDiffusion(PreTrainedModel):
         self.layers = nn.ModuleList([DFlareDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = DFlareRotaryEmbedding(config)
+        rows = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
+        self.register_buffer("draft_token_ids", rows)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -242,6 +244,23 @@ class DFlareForBlockDiffusion(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, DFlareForBlockDiffusion) and self.config.fusion == "layerwise":
             init.copy_(module.layer_fusion_weights, fusion_start(self.config))
+        if isinstance(module, DFlareForBlockDiffusion) and module.draft_token_ids is not None:
+            init.copy_(module.draft_token_ids, torch.arange(len(module.draft_token_ids)))
+
+    def set_draft_vocabulary(self, token_ids: Sequence[int] | torch.Tensor | None) -> None:
+        """
+        Restricts drafts to these tokens, so that only their rows of the target's head are computed; None lifts it. Output
+        stays the target's own, since the target verifies; what is never drafted costs acceptance. Saved with the drafter.
+
+        Raises:
+            ValueError: for no tokens, or one outside the vocabulary.
+        """
+        ids = None if token_ids is None else torch.as_tensor(token_ids, device=self.device).long().unique()
+        if ids is not None and (not len(ids) or ids[0] < 0 or ids[-1] >= self.config.vocab_size):
+            span = f"{int(ids[0])}..{int(ids[-1])}" if len(ids) else "empty"
+            raise ValueError(f"token_ids is {span}, but vocab_size is {self.config.vocab_size}")
+        self.draft_token_ids = ids
+        self.config.draft_vocab_size = None if ids is None else len(ids)
 
     # ------------------------------------------------------------------------------------------------- fusion
 

@@ -12,14 +12,19 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 
-KEPT_TIMES = 9  # rounds of a kind whose median is their cost
-PLAIN_SAMPLES = 3  # plain steps measured before their cost is trusted
-REFRESH = 64  # every so many rounds a plain step, so that their cost stays known
-LOOK_AGAIN = (8, 128)  # plain steps before drafting is tried again, when it did not pay: at first, at most
-MEMORY = 0.8  # weight that what earlier drafted rounds gained keeps with each new one
+KEPT_TIMES = 5  # rounds of a kind whose median is their cost
+PLAIN_SAMPLES = 3  # plain steps measured before the first draft
+REFRESH = (8, 64)  # every so many rounds a plain step, so that their cost stays known: where the gain is small, else
+SMALL_GAIN = 1.15
+HARM = 0.01  # share of the time that may be lost on looking whether drafting pays again
+LONGEST_PAUSE = 256  # plain steps between such looks at most
+MEMORY = 0.9  # weight that what earlier drafted rounds gained keeps with each new one
+HOPE = (2, 2.5)  # drafted rounds, of so many tokens each, that are believed in before any was seen
+PAST = 0.25  # weight that all of it keeps when drafting pauses
 BUCKETS = 16  # of confidences
 PRIOR = 4.0  # drafts that a bucket's confidence itself counts for
-FORGET = 256.0  # drafts in a bucket above which all its counts are halved
+TRUST = 2.0  # drafts that confidences are believed for before any was seen
+FORGET = 256.0  # drafts above which counts are halved
 
 _known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # drafter -> target -> kind of call -> its statistics
 
@@ -33,7 +38,11 @@ class PairStatistics:
     def __init__(self) -> None:
         self.times: dict[int | None, deque[float]] = {}  # None: plain steps; k: rounds that verified k drafts
         self.counts: dict[tuple, tuple[float, float]] = {}  # accepted and reached drafts of a bucket
-        self.pause, self.next_pause = 0, LOOK_AGAIN[0]  # plain steps still to take, and how many when it fails next
+        self.total = (0.0, 0.0)  # drafts accepted, and how many the confidences of those reached promised
+        self.drafting: deque[float] = deque(maxlen=KEPT_TIMES)  # seconds of the draft alone
+        self.gained: tuple[float, float] | None = None  # tokens and seconds of drafted rounds, the latest weighing most
+        self.pause = 0  # plain steps to take before drafting is tried again
+        self.looking = True  # whether drafting is to be judged anew
 
     def note_time(self, drafts: int | None, seconds: float) -> None:
         """One round's wall time; `drafts` is None for a plain step."""
@@ -42,14 +51,33 @@ class PairStatistics:
     def note_drafts(self, buckets: Sequence[tuple], accepted: int) -> None:
         """The outcome of a round's drafts: those up to the first rejected one were reached."""
         for place, bucket in enumerate(buckets[: accepted + 1]):
-            old = self.counts.get(bucket, (PRIOR * bucket[1], PRIOR))
-            share = 0.5 if old[1] > FORGET else 1.0
-            self.counts[bucket] = (share * old[0] + (place < accepted), share * old[1] + 1)
+            self.counts[bucket] = _counted(self.counts.get(bucket, (0.0, 0.0)), place < accepted, 1.0)
+            self.total = _counted(self.total, place < accepted, bucket[1])
+
+    def note_gain(self, tokens: float, seconds: float) -> float:
+        """
+        A drafted round's worth; returns how many times faster than plain steps drafting has lately been. Where it was not,
+        a pause begins, the longer the more a round loses; the past then keeps little weight, so that one good round can
+        end the pauses.
+        """
+        past = self.gained or (HOPE[0] * HOPE[1], HOPE[0] * seconds)
+        self.gained = (MEMORY * past[0] + tokens, MEMORY * past[1] + seconds)
+        plain = self.plain_seconds or seconds
+        gain = self.gained[0] * plain / self.gained[1]
+        self.looking = gain < 1
+        if self.looking:
+            self.gained = (PAST * self.gained[0], PAST * self.gained[1])
+            self.pause = min(1 + int((1 - gain) * seconds / plain / HARM), LONGEST_PAUSE)
+        return gain
 
     def chance(self, bucket: tuple) -> float:
-        """How likely a draft of this bucket is accepted if all before it were."""
-        accepted, reached = self.counts.get(bucket, (bucket[1], 1.0))
-        return accepted / reached
+        """
+        How likely a draft of this bucket is accepted if all before it were: as often as such drafts were, starting from
+        its confidence times how far confidences in general could be trusted.
+        """
+        accepted, reached = self.counts.get(bucket, (0.0, 0.0))
+        trust = (self.total[0] + TRUST) / (self.total[1] + TRUST)
+        return min((accepted + PRIOR * trust * bucket[1]) / (reached + PRIOR), 1.0)
 
     @property
     def plain_seconds(self) -> float | None:
@@ -57,18 +85,17 @@ class PairStatistics:
         seen = list(self.times.get(None, ()))
         return statistics.median(seen) if len(seen) >= PLAIN_SAMPLES else None
 
-    def round_seconds(self, limit: int) -> list[float] | None:
+    def round_seconds(self, limit: int) -> list[float]:
         """
-        Estimated cost of rounds that verify 0..limit drafts, or None where nothing is known. Between known costs it is
-        interpolated; beyond the last it stays level, so that longer drafts are tried until they prove dear.
+        Estimated cost of rounds that verify 0..limit drafts. No round costs more than a wider one; between known costs it
+        is interpolated, and beyond the last level, so that longer drafts are tried until they prove dear.
         """
         known = sorted((k, statistics.median(list(t))) for k, t in self.times.items() if k is not None)
-        if not known:
-            return None
-        plain = self.plain_seconds
-        if plain is not None and known[0][0] > 0:
-            known.insert(0, (0, plain))
-        return [_interpolate(known, k) for k in range(limit + 1)]
+        if 0 not in self.times and self.plain_seconds is not None and self.drafting:
+            known.insert(0, (0, self.plain_seconds + statistics.median(list(self.drafting))))
+        lowest = list(itertools.accumulate((cost for _, cost in reversed(known)), min))[::-1]
+        known = [(k, cost) for (k, _), cost in zip(known, lowest, strict=True)]
+        return [_interpolate(known, k) if known else 1.0 for k in range(limit + 1)]
 
 
 class FixedPolicy:
@@ -111,24 +138,26 @@ class AdaptivePolicy(FixedPolicy):
         self.start = 0.0
         self.buckets: list = []  # of this round's drafts
         self.expected = 1.0  # tokens of this round
-        # tokens and seconds of the drafted rounds since the last pause, the latest weighing most
-        self.gained = [0.0, 0.0]
-        self.steps = 0
+        self.refresh = REFRESH[0]
+        self.steps = 0  # since the last plain step
 
     def begin_round(self) -> None:
         self.start = time.perf_counter()
 
     def wants_draft(self) -> bool:
-        self.steps += 1
         if self.known.pause:
             self.known.pause -= 1
-            return False
-        return self.steps % (REFRESH if self.known.plain_seconds else 2) != 0
+        elif self.known.plain_seconds is not None and self.steps < self.refresh:
+            self.steps += 1
+            return True
+        self.steps = 0
+        return False
 
     def choose(self, limit: int, confidences: Sequence[float] | None = None) -> int:
+        self.known.drafting.append(time.perf_counter() - self.start)
         buckets = [bucket_of(place, c) for place, c in enumerate(confidences or [None] * limit)]
         chances, seconds = [self.known.chance(b) for b in buckets], self.known.round_seconds(limit)
-        count = limit if seconds is None else best_prefix(chances, seconds)
+        count = max(best_prefix(chances, seconds), min(limit, self.known.looking))  # only verified drafts can tell
         self.buckets, self.expected = buckets[:count], expected_tokens(chances[:count])
         return count
 
@@ -140,19 +169,8 @@ class AdaptivePolicy(FixedPolicy):
                 self.known.note_drafts(self.buckets[: count if cut else drafts], count)
             # What was expected is steadier than what came, but only what came can prove it wrong.
             tokens = (self.expected + sum(accepted) / len(accepted) + 1) / 2
-            self.gained = [MEMORY * old + new for old, new in zip(self.gained, (tokens, seconds), strict=True)]
-            self._pause_if_it_does_not_pay()
-
-    def _pause_if_it_does_not_pay(self) -> None:
-        plain, (tokens, seconds) = self.known.plain_seconds, self.gained
-        if plain is None:
-            return
-        if tokens * plain >= seconds:
-            self.known.next_pause = max(LOOK_AGAIN[0], self.known.next_pause // 2)
-        else:
-            self.gained = [0.0, 0.0]
-            self.known.pause = self.known.next_pause
-            self.known.next_pause = min(2 * self.known.next_pause, LOOK_AGAIN[1])
+            gain = self.known.note_gain(tokens, seconds)
+            self.refresh = REFRESH[gain > SMALL_GAIN]
 
 
 def policy_for(drafter, target, generation_config, batch_size: int = 1) -> FixedPolicy:
@@ -175,7 +193,8 @@ def best_prefix(chances: Sequence[float], seconds: Sequence[float]) -> int:
     The number of drafts with the most expected tokens per second.
 
     Args:
-        chances: for each draft, that it is accepted if all before it were. seconds: cost of verifying 0..len(chances).
+        chances: for each draft, that it is accepted if all before it were.
+        seconds: cost of verifying 0..len(chances).
     """
     return max(range(len(chances) + 1), key=lambda count: expected_tokens(chances[:count]) / seconds[count])
 
@@ -186,6 +205,12 @@ def bucket_of(place: int, confidence: float | None) -> tuple[int, float]:
         return (-1 - place, 0.5)
     bucket = min(int(confidence * BUCKETS), BUCKETS - 1)
     return (bucket, (bucket + 0.5) / BUCKETS)
+
+
+def _counted(old: tuple[float, float], first: float, second: float) -> tuple[float, float]:
+    """Both counts with one more outcome; what is long past fades."""
+    share = 0.5 if old[1] > FORGET else 1.0
+    return (share * old[0] + first, share * old[1] + second)
 
 
 def _interpolate(known: Sequence[tuple[int, float]], at: int) -> float:

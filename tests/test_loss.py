@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from dflare.candidates_dflare import request_taps, select_taps
+from dflare.drafting_dflare import RestrictedHead
 from dflare.training.anchors import IGNORED, anchor_candidates, sample_anchors, slot_labels
-from dflare.training.loss import RestrictedHead, block_loss, gamma_at, position_weights, weighted_cross_entropy
+from dflare.training.loss import block_loss, gamma_at, position_weights, rows_of, weighted_cross_entropy
 from helpers import prompt_of, tiny_drafter, tiny_target
 
 LENGTH, BLOCK = 20, 4
@@ -152,6 +153,6 @@ def test_restricted_head(pair):
     fewer = loss_of(pair, ids, mask, taps, anchors, keep, head=RestrictedHead(target.get_output_embeddings(), some))
     assert 0 < fewer < whole
     with pytest.raises(ValueError, match="token_ids lacks the labels"):
-        RestrictedHead(target.get_output_embeddings(), some[1:]).localise(some)
+        rows_of(RestrictedHead(target.get_output_embeddings(), some[1:]), some)
     with pytest.raises(ValueError, match="plain linear head"):
         RestrictedHead(nn.Sequential(nn.Linear(4, 4)), some)

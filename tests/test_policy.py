@@ -30,13 +30,16 @@ def test_acceptance_is_learnt_by_confidence():
 
 def test_costs_are_medians_and_interpolated():
     known = PairStatistics()
-    assert known.plain_seconds is None and known.round_seconds(3) is None
+    assert known.plain_seconds is None and known.round_seconds(2) == [1.0, 1.0, 1.0]  # nothing known: all alike
     for seconds in (1.0, 1.1, 50.0, 0.9, 1.0):
         known.note_time(None, seconds)
     for seconds in (3.0, 3.0, 40.0):
         known.note_time(4, seconds)
     assert known.plain_seconds == 1.0
-    assert known.round_seconds(6) == pytest.approx([1.0, 1.5, 2.0, 2.5, 3.0, 3.0, 3.0])
+    known.drafting.append(0.2)
+    assert known.round_seconds(6) == pytest.approx([1.2, 1.65, 2.1, 2.55, 3.0, 3.0, 3.0])
+    known.note_time(2, 9.0)  # a hiccup: more drafts cannot cost less
+    assert known.round_seconds(6) == pytest.approx([1.2, 2.1, 3.0, 3.0, 3.0, 3.0, 3.0])
 
 
 def simulate(monkeypatch, accepts, rounds: int = 1000, confidences=(0.5,) * 7) -> float:

@@ -1,5 +1,6 @@
 """Regenerated responses as training sequences: token ids, and a mask over exactly what the target generated."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,9 +51,10 @@ def to_sequences(rows: Dataset, max_length: int) -> Dataset:
     return joined.filter(lambda row: sum(row["loss_mask"]) >= 2, keep_in_memory=True, desc="Dropping empty responses")
 
 
-def response_token_ids(rows: Dataset) -> torch.Tensor:
-    """The distinct token ids of all responses, ascending: what a restricted head has to know."""
-    return torch.tensor(sorted({token for ids in rows["response_ids"] for token in ids}))
+def response_token_ids(rows: Dataset, limit: int | None = None) -> torch.Tensor:
+    """The distinct token ids of all responses, or the `limit` most frequent of them, ascending."""
+    counts = Counter(token for ids in rows["response_ids"] for token in ids)
+    return torch.tensor(sorted(token for token, _ in counts.most_common(limit)))
 
 
 @dataclass

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from dflare.drafting_dflare import RestrictedHead
+
 from .anchors import IGNORED, block_ids, block_mask, block_positions, slot_labels
 
 
@@ -21,38 +23,15 @@ def gamma_at(epoch: float, start: float | None, step: float) -> float | None:
     return None if start is None else start + step * int(epoch)
 
 
-class RestrictedHead(nn.Module):
-    """
-    The target's head cut to the tokens that occur in the training data, which makes a step on a small machine several
-    times cheaper. It reads the weight, so only a plain linear head can be cut.
-
-    Args:
-        head: the target's output embedding.
-        token_ids: ascending distinct ids to keep.
-    """
-
-    token_ids: torch.Tensor
-    weight: torch.Tensor
-
-    def __init__(self, head: nn.Module, token_ids: torch.Tensor):
-        super().__init__()
-        if type(head) is not nn.Linear or head.bias is not None:
-            raise ValueError(f"restrict_vocabulary needs a plain linear head without bias, but the target's is {head}")
-        self.register_buffer("token_ids", token_ids, persistent=False)
-        self.register_buffer("weight", head.weight.detach()[token_ids], persistent=False)
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(hidden_states, self.weight)
-
-    def localise(self, labels: torch.Tensor) -> torch.Tensor:
-        """Token ids as rows of this head; `ValueError` if one is not among `token_ids`."""
-        rows = torch.searchsorted(self.token_ids, labels).clamp(max=len(self.token_ids) - 1)
-        if not torch.equal(self.token_ids[rows], labels):
-            missing = labels[self.token_ids[rows] != labels].unique().tolist()
-            raise ValueError(
-                f"token_ids lacks the labels {missing[:10]}; the head is restricted to {len(self.token_ids)} ids"
-            )
-        return rows
+def rows_of(head: RestrictedHead, labels: torch.Tensor) -> torch.Tensor:
+    """Token ids as rows of a restricted head; `ValueError` if one is not among its `token_ids`."""
+    rows = torch.searchsorted(head.token_ids, labels).clamp(max=len(head.token_ids) - 1)
+    if not torch.equal(head.token_ids[rows], labels):
+        missing = labels[head.token_ids[rows] != labels].unique().tolist()
+        raise ValueError(
+            f"token_ids lacks the labels {missing[:10]}; the head is restricted to {len(head.token_ids)} ids"
+        )
+    return rows
 
 
 def block_hidden_states(
@@ -99,7 +78,7 @@ def weighted_cross_entropy(
     hidden_states, labels, weights = hidden_states[valid], labels[valid], weights[valid]
     hidden_states = hidden_states.to(_input_dtype(head, hidden_states))
     if isinstance(head, RestrictedHead):
-        labels = head.localise(labels)
+        labels = rows_of(head, labels)
 
     def piece_loss(states: torch.Tensor, targets: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         losses = nn.functional.cross_entropy(head(states).float(), targets, reduction="none")

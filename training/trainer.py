@@ -8,10 +8,11 @@ from transformers.trainer_utils import EvalPrediction
 from transformers.utils import logging
 
 from dflare.candidates_dflare import request_taps, select_taps
+from dflare.drafting_dflare import RestrictedHead
 
 from .anchors import IGNORED, slot_labels
 from .data import BlockCollator
-from .loss import RestrictedHead, block_hidden_states, block_loss, gamma_at, plain_outcome, position_weights
+from .loss import block_hidden_states, block_loss, gamma_at, plain_outcome, position_weights
 
 logger = logging.get_logger(__name__)
 EVALUATION_ANCHORS = 64  # blocks evaluated at once, which bounds the attention mask

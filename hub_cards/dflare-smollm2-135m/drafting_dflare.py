@@ -1,0 +1,1 @@
+../../modeling_dflare/drafting_dflare.py
