@@ -1,5 +1,5 @@
 # make demo   sets everything up and answers a prompt with the embedded pair: make demo PROMPT="..."
-# make test   sets everything up and runs the tests (make test-slow for the rest, make test-versions for each transformers)
+# make test   sets everything up and runs the tests (make test-slow for the rest, make test-versions and test-matrix for each transformers)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 export PROMPT
 VERSIONS ?= 5.18.0 5.22.2
 
-.PHONY: setup demo test test-slow test-versions lint types clean
+.PHONY: setup demo test test-slow test-versions test-matrix lint types clean
 
 setup: $(READY)
 
@@ -29,12 +29,17 @@ test: $(READY)
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
 
-# The same tests on other releases of transformers, each laid over the environment.
-test-versions: $(READY)
-	for version in $(VERSIONS); do \
-		$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .versions/$$version transformers==$$version && \
-		PYTHONPATH=.versions/$$version $(BIN)/python -m pytest || exit 1; \
-	done
+# Other releases of transformers, each to be laid over the environment.
+.versions/%/.ready: $(READY)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .versions/$* transformers==$*
+	touch $@
+
+test-versions: $(VERSIONS:%=.versions/%/.ready)
+	for version in $(VERSIONS); do PYTHONPATH=.versions/$$version $(BIN)/python -m pytest || exit 1; done
+
+# Every option of generate() on every kind of target, on each release: a table of outcomes (a quarter of an hour).
+test-matrix: $(VERSIONS:%=.versions/%/.ready)
+	for version in $(VERSIONS) newest; do PYTHONPATH=.versions/$$version $(BIN)/python tests/matrix.py || exit 1; done
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -22,8 +22,9 @@ sys.modules["dflare"] = None  # importing the package fails from here on
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from prompts import FORMATS, draw_prompts  # noqa: E402
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+
+from prompts import FORMATS, draw_prompts  # noqa: E402
 
 GROUPS = {
     "math": ("gsm8k", "math500", "aime25"),

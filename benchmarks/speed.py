@@ -21,13 +21,13 @@ import time
 from pathlib import Path
 
 import torch
-from prompts import FORMATS, draw_prompts
 from transformers import AutoTokenizer, set_seed
 
 from dflare.candidates_dflare import record_drafts
 from dflare.commands.generate import encode
 from dflare.configuration.arguments import DEFAULT_DRAFTER, DEFAULT_TARGET
 from dflare.configuration.targets import load_pretrained, resolve_drafter, resolve_target
+from prompts import FORMATS, draw_prompts
 
 LOOKUP_TOKENS = 3  # what prompt lookup proposes; more costs it more than it gains here
 PARTS = ("target", "drafter")

@@ -1,5 +1,6 @@
 """
-Several sequences in one call, which transformers' own assisted loop refuses. All rows draft and verify together; where a
+Several sequences in one call, which transformers' own assisted loop refuses (and single ones of a target whose weights are
+all offloaded, on which it breaks down). All rows draft and verify together; where a
 row accepts fewer drafts than another, its rejected ones stay behind as columns that the attention mask hides, in the
 target's cache and in the drafter's context alike. Such columns are cleared away when they become many, and finished rows
 leave the batch. Targets and calls that cannot be served so are decoded row by row, each by transformers' loop.
@@ -20,6 +21,7 @@ from transformers.generation.logits_process import (
     PrefixConstrainedLogitsProcessor,
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .candidates_dflare import (
     CACHE_NAME,
@@ -51,7 +53,7 @@ def decode_batch(
     synced_gpus: bool = False,
     model_kwargs: dict,
     **call,
-) -> torch.Tensor:
+) -> torch.Tensor | GenerateDecoderOnlyOutput:
     """
     Decodes more than one sequence, (b, length) and left-padded, as `generate()` has prepared it.
 
@@ -59,7 +61,7 @@ def decode_batch(
         stock: transformers' assisted loop, for rows that have to be decoded one by one.
         call: what else that loop takes.
     Returns:
-        (b, length + longest answer), padded on the right.
+        (b, length + longest answer), padded on the right; inside a dictionary with `return_dict_in_generate`.
     Raises:
         ValueError: for what is not served in batches, before anything is computed.
     """
@@ -68,13 +70,19 @@ def decode_batch(
     processors = [_row_processors(logits_processor, row) for row in range(len(input_ids))]
     if _served_together(drafter, target, input_ids, generation_config, model_kwargs) and not synced_gpus:
         rows = BatchDecoder(drafter, target, input_ids, processors, model_kwargs=model_kwargs, **served).run()
+    elif target.device.type == "meta":
+        raise ValueError(
+            f"{type(target).__name__}: all its weights are offloaded (device meta), which transformers' assisted loop "
+            "cannot serve, and ours not with this cache or these inputs; keep its embedding in memory"
+        )
     else:
         served |= {"synced_gpus": synced_gpus, "assistant_model": drafter, **call}
         rows = [
             stock(target, input_ids[row : row + 1], logits_processor=processors[row], **served, **kwargs)
             for row, kwargs in enumerate(_rows_of(target, input_ids, generation_config, model_kwargs))
         ]
-    return _padded(rows, generation_config)
+    sequences = _padded(rows, generation_config)
+    return GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
 
 
 class BatchDecoder:
@@ -282,9 +290,12 @@ def speculative_sample(
 
 def _check_call(generation_config, logits_processor, streamer, model_kwargs: dict) -> None:
     if streamer is not None:
-        raise ValueError("streamer: a batch of more than one sequence has no single stream; decode them one by one")
-    if generation_config.return_dict_in_generate:
-        raise ValueError("return_dict_in_generate is True; with a drafter, batches return token ids alone")
+        raise ValueError("streamer: batches, and targets whose weights are all offloaded, have none; leave it out")
+    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
+        if generation_config.return_dict_in_generate and getattr(generation_config, name):
+            raise ValueError(
+                f"{name} is True; with a drafter, batches (and wholly offloaded targets) return token ids alone"
+            )
     for processor in logits_processor:
         if isinstance(processor, EncoderNoRepeatNGramLogitsProcessor):
             raise ValueError("encoder_no_repeat_ngram_size belongs to one prompt; decode the sequences one by one")

@@ -196,15 +196,12 @@ def select_taps(model_outputs: Any, config: Any) -> list[torch.Tensor]:
 
 class DFlareCandidateGenerator(CandidateGenerator):
     """
-    The candidate generator of one call of `generate()`.
+    The candidate generator of one call of `generate()` with one sequence.
 
     Args:
         drafter: a `DFlareForBlockDiffusion`.
-        target: the model that verifies; its embedding and head are called, never read (they may be quantised or wrapped).
+        target: the model that verifies.
         generation_config, input_ids, logits_processor, model_kwargs, stopping_criteria: as `generate()` has them.
-
-    Raises:
-        ValueError: for more than one sequence.
     """
 
     requires_model_outputs = True
@@ -220,15 +217,10 @@ class DFlareCandidateGenerator(CandidateGenerator):
         model_kwargs: dict,
         stopping_criteria: Sequence = (),
     ):
-        if input_ids.shape[0] != 1:
-            raise ValueError(
-                f"the batch size is {input_ids.shape[0]}; assisted generation takes one sequence at a time"
-            )
         check_cache(model_kwargs.get(CACHE_NAME))
         _check_inputs(model_kwargs)
         self.drafter, self.block = drafter, BlockDrafter(drafter, target, input_ids)
         self.max_length = generation_config.max_length
-        self.eos_token_id = getattr(generation_config, "_eos_token_tensor", None)
         self.do_sample = generation_config.do_sample
         self.processors = logits_processor
         self.limit = draft_limit(drafter.config, generation_config)
@@ -247,6 +239,7 @@ class DFlareCandidateGenerator(CandidateGenerator):
         self.policy = policy_for(drafter, target, generation_config)
         self.threshold = _confidence_threshold(generation_config)
         self.drafted: int | None = None  # in this round; None in a plain step
+        self.accepted: int | None = None  # of them; None before the first round has ended
         self.stopped_short = False
         self.record = new_record()
 
@@ -269,9 +262,9 @@ class DFlareCandidateGenerator(CandidateGenerator):
             the committed tokens with the drafted ones appended, (1, length + drafts), and the drafts' processed logits
             (1, drafts, vocabulary), or None where the loop is to compare tokens only.
         """
-        self.drafted = None
         if is_first_iteration:
             return input_ids, None
+        self._end_round()
         self.policy.begin_round()
         self._keep_states(select_taps(model_outputs, self.drafter.config), n_last_matches)
         limit = min(self.limit, self.max_length - input_ids.shape[1] - 1)
@@ -290,17 +283,22 @@ class DFlareCandidateGenerator(CandidateGenerator):
         return torch.cat([input_ids, tokens[:, :keep]], dim=-1), logits[:, :keep] if wants_logits else None
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
-        """Called by the loop after each pass; keeps the record, and tells the policy. The prefill is no round."""
+        """Called by the loop after each pass; keeps the record. The prefill is no round."""
         if not self.context.length and not self.waiting:
             return
-        last = input_ids[:, -1]
-        ended = self.eos_token_id is not None and bool(torch.isin(last, self.eos_token_id.to(last.device)).any())
-        cut = ended or self.stopped_short or input_ids.shape[1] >= self.max_length
+        self.accepted = int(num_matches)
         if self.drafted is None:
             self.record.plain_steps += 1
-        else:
-            self.record.rounds.append(DraftRound(self.drafted, int(num_matches), cut))
-        self.policy.end_round(self.drafted, [int(num_matches)], cut)
+        else:  # if it is the last, then since something cut it; what follows says otherwise, and no device is asked
+            self.record.rounds.append(DraftRound(self.drafted, self.accepted, cut=True))
+
+    def _end_round(self) -> None:
+        """Once a round is known not to be the last: what it tells the record, and the policy."""
+        if self.accepted is not None:
+            if self.drafted is not None:
+                self.record.rounds[-1].cut = self.stopped_short
+            self.policy.end_round(self.drafted, [self.accepted], self.stopped_short)
+        self.drafted, self.stopped_short = None, False
 
     def _choose_count(self, logits: torch.Tensor) -> int:
         """How many of the drafts to verify, by their distributions (1, limit, V) before any processor."""

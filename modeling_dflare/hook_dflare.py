@@ -6,7 +6,7 @@ so several loaded copies of this file serve each other's drafters, and hold no s
 
     assistant.check_target(target, generation_config)        before any work; raises what cannot be accelerated
     assistant.make_candidate_generator(target, **call)       the candidate generator of this one call
-    assistant.decode_batch(target, stock, input_ids, **call) the output of a call with more than one sequence
+    assistant.decode_batch(target, stock, input_ids, **call) the output of a call that the original loop cannot serve
 
 The third wrapper only notes the stopping criteria of such a call on the call's own copy of the generation config: the
 stock loop tests them once per block, so the candidate generator must end its draft where one would fire.
@@ -83,7 +83,10 @@ def _wrap_decoding(original):
     @functools.wraps(original)
     def assisted_decoding(self, input_ids, *args, **kwargs):
         assistant_model, config = kwargs.get("assistant_model"), kwargs.get("generation_config")
-        if len(input_ids) > 1 and _accepts(assistant_model) and config.speculation_type is None:
+        refused = (
+            len(input_ids) > 1 or self.device.type == "meta"
+        )  # by the original: a batch, and weights all offloaded
+        if refused and _accepts(assistant_model) and config.speculation_type is None:
             known = {name: kwargs.pop(name) for name in DECODING_ARGUMENTS if name in kwargs}
             del kwargs["assistant_model"]
             return assistant_model.decode_batch(self, original, input_ids, **known, model_kwargs=kwargs)

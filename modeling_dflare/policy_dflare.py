@@ -17,7 +17,7 @@ PLAIN_SAMPLES = 3  # plain steps measured before the first draft
 REFRESH = (8, 64)  # every so many rounds a plain step, so that their cost stays known: where the gain is small, else
 SMALL_GAIN = 1.15
 HARM = 0.01  # share of the time that may be lost on looking whether drafting pays again
-LONGEST_PAUSE = 256  # plain steps between such looks at most
+PAUSES = (8, 256)  # plain steps between such looks at most: after the first that failed, doubling to
 MEMORY = 0.9  # weight that what earlier drafted rounds gained keeps with each new one
 HOPE = (2, 2.5)  # drafted rounds, of so many tokens each, that are believed in before any was seen
 PAST = 0.25  # weight that all of it keeps when drafting pauses
@@ -42,6 +42,7 @@ class PairStatistics:
         self.drafting: deque[float] = deque(maxlen=KEPT_TIMES)  # seconds of the draft alone
         self.gained: tuple[float, float] | None = None  # tokens and seconds of drafted rounds, the latest weighing most
         self.pause = 0  # plain steps to take before drafting is tried again
+        self.longest_pause = PAUSES[0]
         self.looking = True  # whether drafting is to be judged anew
 
     def note_time(self, drafts: int | None, seconds: float) -> None:
@@ -57,8 +58,8 @@ class PairStatistics:
     def note_gain(self, tokens: float, seconds: float) -> float:
         """
         A drafted round's worth; returns how many times faster than plain steps drafting has lately been. Where it was not,
-        a pause begins, the longer the more a round loses; the past then keeps little weight, so that one good round can
-        end the pauses.
+        a pause begins, the longer the more a round loses and the oftener that was seen; the past then keeps little
+        weight, so that one good round can end the pauses.
         """
         past = self.gained or (HOPE[0] * HOPE[1], HOPE[0] * seconds)
         self.gained = (MEMORY * past[0] + tokens, MEMORY * past[1] + seconds)
@@ -67,7 +68,8 @@ class PairStatistics:
         self.looking = gain < 1
         if self.looking:
             self.gained = (PAST * self.gained[0], PAST * self.gained[1])
-            self.pause = min(1 + int((1 - gain) * seconds / plain / HARM), LONGEST_PAUSE)
+            self.pause = min(1 + int((1 - gain) * seconds / plain / HARM), self.longest_pause)
+        self.longest_pause = min(2 * self.longest_pause, PAUSES[1]) if self.looking else PAUSES[0]
         return gain
 
     def chance(self, bucket: tuple) -> float:

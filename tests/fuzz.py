@@ -7,17 +7,21 @@ without a drafter. Prints what did not, and the count.
 """
 
 import argparse
+import collections
+import copy
 import random
 import sys
 import time
+import warnings
 
 import torch
+from transformers.utils import logging
 
 import dflare.batches_dflare as batches
 from dflare.candidates_dflare import DFlareCandidateGenerator
 from dflare.policy_dflare import FixedPolicy
-from helpers import Collect, prompt_of
-from matrix import OPTIONS, drafter_for
+from helpers import prompt_of
+from matrix import OPTIONS, compare, drafter_for
 from zoo import TARGETS, build
 
 # Options that make sense, or that transformers itself serves, for one row only.
@@ -77,8 +81,8 @@ def install(chance: Chance) -> None:
         sys.modules[f"dflare.{module}"].policy_for = lambda *args, **kwargs: chance.policy()
 
 
-def one_case(seed: int, targets: dict) -> str:
-    """Runs the case of this seed; empty, or how it went wrong."""
+def one_case(seed: int, targets: dict) -> tuple[str, str]:
+    """The case of this seed: "same", "refused", "not served" (by transformers without a drafter), or "wrong", and why."""
     dice = random.Random(seed)
     name = dice.choice(list(targets))
     target, rows, length = targets[name], dice.choice([1, 1, 2, 3]), dice.randint(9, 24)
@@ -87,35 +91,55 @@ def one_case(seed: int, targets: dict) -> str:
         labels = [label for label in labels if label not in ALONE and "returned" not in label]
     prompt = torch.cat([prompt_of(length, seed=seed + row) for row in range(rows)])
     truth = target.generate(input_ids=prompt, do_sample=False, max_new_tokens=40)
-    budget = dice.randint(1, 30)
-
-    def call(**more) -> tuple:
-        arguments: dict = {"input_ids": prompt, "do_sample": False, "max_new_tokens": budget, "pad_token_id": 0}
-        for label in labels:
-            given = OPTIONS[label].arguments(target, prompt, truth)
-            if "max_length" in given:
-                arguments.pop("max_new_tokens", None)
-            arguments |= given
-        if "max_length" in arguments and "max_new_tokens" in arguments:
-            del arguments["max_length"]
-        output = target.generate(**{key: value for key, value in arguments.items() if value is not None}, **more)
-        streamer = arguments.get("streamer")
-        tokens = output if isinstance(output, torch.Tensor) else output.sequences
-        return tokens.tolist(), streamer.tokens if isinstance(streamer, Collect) else None
-
-    case = f"seed {seed}: {name}, {rows} rows, {labels}, budget {budget}"
+    arguments = arguments_of(labels, target, prompt, truth, dice)
+    case = f"seed {seed}: {name}, {rows} rows, {labels}"
     try:
-        expected = call()
-    except Exception:  # what transformers itself does not serve
-        return ""
-    install(Chance(seed, torch.tensor(expected[0]) if dice.random() < 0.8 else truth))
+        expected = [call(target, arguments, row) for row in range(rows)]
+    except Exception:
+        return "not served", ""
+    longest = max(len(tokens) for tokens, _, _ in expected)
+    texts = torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens, _, _ in expected])
+    install(Chance(seed, texts if dice.random() < 0.8 else truth))
     try:
-        found = call(assistant_model=drafter_for(target))
+        found = call(target, arguments, assistant_model=drafter_for(target))
     except Exception as error:
         if any(part in str(error) for label in labels for part in OPTIONS[label].refused_on_some):
-            return ""
-        return f"{case}: {type(error).__name__}: {error}"
-    return "" if found == expected else f"{case}: other tokens"
+            return "refused", ""
+        return "wrong", f"{case}: {type(error).__name__}: {error}"
+    difference = compare((texts, *expected[0][1:]), (torch.tensor(found[0]), *found[1:]))
+    return ("wrong", f"{case}: {difference}") if difference else ("same", "")
+
+
+def arguments_of(labels: list[str], target, prompt: torch.Tensor, truth: torch.Tensor, dice) -> dict:
+    """All options at once; more rows than one get some padding."""
+    arguments: dict = {
+        "input_ids": prompt,
+        "do_sample": False,
+        "max_new_tokens": dice.randint(1, 30),
+        "pad_token_id": 0,
+    }
+    if len(prompt) > 1:
+        padding = torch.tensor([dice.choice([0, 0, dice.randint(1, 6)]) for _ in prompt]).unsqueeze(1)
+        arguments["attention_mask"] = (torch.arange(prompt.shape[1]) >= padding).long()
+    for label in labels:
+        given = OPTIONS[label].arguments(target, prompt, truth)
+        if {"max_length", "max_new_tokens"} & set(given):
+            del arguments["max_length" if "max_length" in arguments else "max_new_tokens"]
+        arguments |= given
+    return {key: value for key, value in arguments.items() if value is not None}
+
+
+def call(target, arguments: dict, row: int | None = None, **more) -> tuple[list, list | None, dict]:
+    """Tokens of all rows, or of one that is alone; what was streamed, and what else was returned."""
+    arguments = copy.deepcopy(arguments)  # a cache or a streamer is filled by a call
+    for key in ("input_ids", "attention_mask") if row is not None else ():
+        if key in arguments:
+            arguments[key] = arguments[key][row : row + 1]
+    output = target.generate(**arguments, **more)
+    streamer = arguments.get("streamer")
+    sequences = output if isinstance(output, torch.Tensor) else output.sequences
+    returned = {} if isinstance(output, torch.Tensor) else output
+    return sequences.tolist() if row is None else sequences[0].tolist(), streamer and streamer.tokens, returned
 
 
 def main() -> int:
@@ -124,16 +148,20 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
     batches.BatchDecoder.original_draft = batches.BatchDecoder._draft
     targets = {name: build(name) for name in TARGETS}
-    wrong, start = 0, time.time()
+    counts: collections.Counter = collections.Counter()
+    start = time.time()
     for number in range(args.calls):
-        if problem := one_case(args.seed + number, targets):
-            wrong += 1
+        outcome, problem = one_case(args.seed + number, targets)
+        counts[outcome] += 1
+        if problem:
             print(problem, flush=True)
-        if number % 500 == 499:
-            print(f"{number + 1} calls, {wrong} mismatches, {time.time() - start:.0f} s", flush=True)
-    return 1 if wrong else 0
+        if number % 500 == 499 or number + 1 == args.calls:
+            print(f"{number + 1} calls: {dict(counts)}, {time.time() - start:.0f} s", flush=True)
+    return 1 if counts["wrong"] else 0
 
 
 if __name__ == "__main__":

@@ -7,17 +7,21 @@ parts that are quick; all of it, as a table:
 """
 
 import argparse
+import collections
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import transformers
 from transformers import (
     LogitsProcessorList,
     StoppingCriteriaList,
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
 )
+from transformers.utils import logging
 
 from dflare import DFlareConfig, DFlareForBlockDiffusion
 from dflare.candidates_dflare import CACHE_NAME
@@ -236,18 +240,22 @@ def main() -> int:
         print(readme_table())
         return 0
     torch.set_num_threads(1)
-    cases = wrong = 0
+    logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    print(f"\ntransformers {transformers.__version__}\n\n| target | same tokens | refused | wrong |")
+    print("| --- | ---: | ---: | ---: |")
+    total: collections.Counter = collections.Counter()
     for name in args.only:
-        target, results = build(name), []
+        target, counts, wrong = build(name), collections.Counter(), []
         for label, option in OPTIONS.items():
-            results.append(outcome(target, option))
-            cases += 1
-            if not as_promised(option, results[-1]):
-                wrong += 1
-                print(f"{name}: {label}: {results[-1]}", flush=True)
-        print(f"{name}: {results.count(EXACT)} exact, {results.count(REFUSED)} refused", flush=True)
-    print(f"{cases} cases, {wrong} mismatches")
-    return 1 if wrong else 0
+            result = outcome(target, option)
+            counts[result if as_promised(option, result) else "wrong"] += 1
+            if not as_promised(option, result):
+                wrong.append(f"{name}: {label}: {result}")
+        total += counts
+        print(f"| {name} | {counts[EXACT]} | {counts[REFUSED]} | {counts['wrong']} |", *wrong, sep="\n", flush=True)
+    print(f"\n{total.total()} cases, {total['wrong']} mismatches")
+    return 1 if total["wrong"] else 0
 
 
 if __name__ == "__main__":

@@ -121,6 +121,12 @@ def test_several_answers_to_each_prompt(target, drafter):
     assert torch.equal(ordinary, ours)
 
 
+def test_a_dictionary_holds_the_same_tokens(target, drafter):
+    batch = padded_batch(2)
+    ordinary, ours = both(target, drafter, batch, max_new_tokens=6, return_dict_in_generate=True)
+    assert torch.equal(ordinary.sequences, ours.sequences) and type(ours) is type(ordinary)
+
+
 def only_even(batch_id: int, ids: torch.Tensor) -> list[int]:
     return list(range(2 + batch_id, 64, 2))
 
@@ -188,8 +194,8 @@ def test_what_is_decoded_row_by_row(target, drafter, monkeypatch, case):
 def test_what_batches_refuse(target, drafter):
     batch = padded_batch(2)
     ids = batch["input_ids"]
-    with pytest.raises(ValueError, match="return_dict_in_generate is True"):
-        target.generate(**batch, return_dict_in_generate=True, assistant_model=drafter)
+    with pytest.raises(ValueError, match="output_scores is True"):
+        target.generate(**batch, return_dict_in_generate=True, output_scores=True, assistant_model=drafter)
     with pytest.raises(ValueError, match="streamer"):
         target.generate(**batch, streamer=Sink(), assistant_model=drafter)
     cache = target(ids[:, :3]).past_key_values

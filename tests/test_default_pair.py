@@ -1,12 +1,16 @@
 """The embedded pair: the real target, and the drafter that ships with the repository."""
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from safetensors import safe_open
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from dflare.commands.generate import encode
 from dflare.configuration.arguments import DEFAULT_DRAFTER, DEFAULT_TARGET
-from dflare.configuration.targets import resolve_drafter, resolve_target
+from dflare.configuration.targets import GGUF_FILE, GGUF_MODULE, resolve_drafter, resolve_target
 
 PROMPTS = [
     "Write a Python function that reverses a linked list.",
@@ -22,6 +26,7 @@ def pair():
     folder = resolve_target(DEFAULT_TARGET)
     target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     drafter = AutoModel.from_pretrained(resolve_drafter(DEFAULT_DRAFTER), dtype=torch.float32)
+    drafter.config.draft_policy = "fixed"  # so that there are drafts to judge, however busy the machine
     yield target, drafter, AutoTokenizer.from_pretrained(folder)
     torch.set_num_threads(threads)
 
@@ -41,6 +46,16 @@ def test_same_text_and_drafts_are_accepted(pair):
     assert record.acceptance_length > 1.3
 
 
+def test_the_default_policy_changes_no_token(pair):
+    try:
+        pair[1].config.draft_policy = "adaptive"
+        for prompt in PROMPTS:
+            expected, output, _ = both(pair, prompt, max_new_tokens=40)
+            assert output == expected
+    finally:
+        pair[1].config.draft_policy = "fixed"
+
+
 def test_a_stop_string_in_the_middle_of_a_block(pair):
     target, drafter, tokenizer = pair
     expected, output, _ = both(pair, PROMPTS[0], max_new_tokens=60, stop_strings=["def "], tokenizer=tokenizer)
@@ -56,11 +71,21 @@ def test_long_answers(pair, prompt):
     assert record.acceptance_length > 1.3
 
 
+@pytest.mark.slow
+def test_the_target_left_in_its_quantised_blocks(pair):
+    """The GGUF file as it is: linear layers and head are quantised modules."""
+    _, drafter, tokenizer = pair
+    source = Path(importlib.util.find_spec(GGUF_MODULE).origin).parent
+    target = AutoModelForCausalLM.from_pretrained(
+        str(source), gguf_file=GGUF_FILE, quantization_config=GgufConfig(), dtype=torch.float32
+    )
+    assert any(type(module).__name__.startswith("Gguf") for module in target.modules())
+    expected, output, record = both((target, drafter, tokenizer), PROMPTS[0], max_new_tokens=40)
+    assert output == expected
+    assert record.rounds
+
+
 def test_the_shipped_weights_are_small_and_in_bfloat16(pair):
-    from pathlib import Path
-
-    from safetensors import safe_open
-
     (file,) = Path(resolve_drafter(DEFAULT_DRAFTER)).glob("*.safetensors")
     assert file.stat().st_size < 25_000_000
     with safe_open(file, "pt") as weights:

@@ -4,7 +4,14 @@ import itertools
 
 import pytest
 import torch
-from transformers import StoppingCriteriaList
+from transformers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    MinPLogitsWarper,
+    StoppingCriteriaList,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from dflare.policy_dflare import FixedPolicy
 from helpers import tiny_drafter, tiny_target
@@ -23,13 +30,16 @@ def pair():
 
 
 @torch.no_grad()
-def exact_distribution(target, prompt, temperature, top_k):
+def exact_distribution(target, prompt, temperature, top_k, warper=None):
     """Probabilities (8 ** 3,) of all continuations, computed from the target's logits."""
     continuations = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=NEW)))
     ids = torch.cat([prompt.expand(len(continuations), -1), continuations], dim=1)
     logits = target(input_ids=ids).logits[:, prompt.shape[1] - 1 : -1] / temperature
     least = logits.topk(top_k, dim=-1).values[..., -1:]
-    probabilities = logits.masked_fill(logits < least, float("-inf")).softmax(dim=-1)
+    logits = logits.masked_fill(logits < least, float("-inf"))
+    if warper is not None:
+        logits = warper(None, logits.flatten(0, 1)).view_as(logits)
+    probabilities = logits.softmax(dim=-1)
     return probabilities.gather(2, continuations.unsqueeze(-1)).squeeze(-1).prod(dim=1)
 
 
@@ -40,7 +50,7 @@ def compare(counts, expected):
     assert statistic < freedom + 5 * (2 * freedom + (1 / expected).sum().item()) ** 0.5
 
 
-def check(pair, runs, temperature, top_k, **options):
+def check(pair, runs, temperature, top_k, warper=None, **options):
     target, drafter = pair
     prompt = torch.tensor([[3, 5, 4, 7]])
     torch.manual_seed(0)
@@ -58,7 +68,7 @@ def check(pair, runs, temperature, top_k, **options):
             )
             a, b, c = output[0, 4:7].tolist()
             counts[a * 64 + b * 8 + c] += 1
-    expected = exact_distribution(target, prompt, temperature, top_k) * runs
+    expected = exact_distribution(target, prompt, temperature, top_k, warper) * runs
     assert not counts[expected == 0].any(), "a token that the target cannot sample"
     compare(counts[expected > 0], expected[expected > 0])
     accepted = sum(r.accepted for record in records for r in record.rounds)
@@ -72,6 +82,34 @@ def test_distribution_of_three_tokens(pair):
 
 def test_distribution_with_temperature_and_top_k(pair):
     assert check(pair, 1000, temperature=0.5, top_k=4) > 0.15
+
+
+@pytest.mark.parametrize(
+    ("options", "warper"),
+    [
+        (dict(top_p=0.7), TopPLogitsWarper(0.7)),
+        (dict(min_p=0.8), MinPLogitsWarper(0.8)),
+        (dict(typical_p=0.6), TypicalLogitsWarper(0.6)),
+        (dict(epsilon_cutoff=0.12), EpsilonLogitsWarper(0.12)),
+        (dict(eta_cutoff=0.9), EtaLogitsWarper(0.9)),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_distribution_with_other_warpers(pair, options, warper):
+    accepted = check(pair, 600, temperature=1.0, top_k=VOCABULARY, warper=warper, **options)
+    assert accepted > 0.02
+    everything = exact_distribution(pair[0], torch.tensor([[3, 5, 4, 7]]), 1.0, VOCABULARY, warper)
+    assert (everything == 0).sum() > 100, "a warper that cuts nothing tests nothing"
+
+
+def test_distribution_with_a_draft_vocabulary(pair):
+    """Drafts come from half of the tokens; the output from all of them."""
+    target, drafter = pair
+    drafter.set_draft_vocabulary([1, 3, 4, 6])
+    try:
+        assert check(pair, 1000, temperature=1.0, top_k=VOCABULARY) > 0.2
+    finally:
+        drafter.set_draft_vocabulary(None)
 
 
 class ByConfidence(FixedPolicy):

@@ -2,7 +2,7 @@
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 SIZES = dict(
     vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4,
@@ -29,6 +29,7 @@ TARGETS: dict[str, tuple[str, dict]] = {
     "Phi": ("PhiConfig", dict(num_key_value_heads=4)),
     "Phi-3": ("Phi3Config", dict(num_key_value_heads=4)),
     "Granite": ("GraniteConfig", dict(logits_scaling=3.0, embedding_multiplier=2.0)),
+    "OLMo": ("OlmoConfig", {}),
     "OLMo 2": ("Olmo2Config", {}),
     "Cohere": ("CohereConfig", {}),
     "Cohere 2, sliding window": ("Cohere2Config", WINDOW),
@@ -43,6 +44,12 @@ TARGETS: dict[str, tuple[str, dict]] = {
     "OPT": ("OPTConfig", dict(ffn_dim=96)),
     "Falcon": ("FalconConfig", dict(num_key_value_heads=4, head_dim=None)),
 }
+# Targets that read images as well: config class, its vision part. Prompts are text or from `image_prompt`.
+MULTIMODAL: dict[str, tuple[str, dict]] = {
+    "Qwen2.5-VL": ("Qwen2_5_VLConfig", dict(fullatt_block_indexes=[0], window_size=16)),
+    "Qwen3-VL": ("Qwen3VLConfig", dict(deepstack_visual_indexes=[0], num_position_embeddings=16)),
+}
+IMAGE, PATCH = 60, 4  # the token that stands for an image's patches, and their side
 # Targets that keep a state which cannot be rolled back.
 REFUSED: dict[str, tuple[str, dict]] = {
     "Qwen3-Next": (
@@ -69,3 +76,33 @@ def build(name: str, seed: int = 0):
     target = AutoModelForCausalLM.from_config(config).to(torch.float32 if experts else torch.float64).eval()
     target.generation_config.eos_token_id = None
     return target
+
+
+def build_multimodal(name: str):
+    """The multimodal target of that name, in eval mode and float64."""
+    kind, fields = MULTIMODAL[name]
+    torch.manual_seed(0)
+    vision = dict(
+        depth=2, hidden_size=32, intermediate_size=48, num_heads=2, patch_size=PATCH, out_hidden_size=64, **fields
+    )  # fmt: skip
+    rope = dict(rope_type="default", rope_theta=10_000.0, mrope_section=[2, 3, 3])
+    config = getattr(transformers, kind)(
+        text_config={**SIZES, "rope_parameters": rope}, vision_config=vision, image_token_id=IMAGE,
+        video_token_id=61, vision_start_token_id=58, vision_end_token_id=59, tie_word_embeddings=False,
+    )  # fmt: skip
+    target = AutoModelForImageTextToText.from_config(config).to(torch.float64).eval()
+    target.generation_config.eos_token_id = None
+    return target
+
+
+def image_prompt(length: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    """A prompt of `length` random tokens (1, length) whose fourth to seventh are an image of four by four patches."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 58, (1, length), generator=generator)
+    ids[:, 2:8] = torch.tensor([58, IMAGE, IMAGE, IMAGE, IMAGE, 59])
+    return {
+        "input_ids": ids,
+        "mm_token_type_ids": (ids == IMAGE).int(),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+        "pixel_values": torch.randn(16, 3 * 2 * PATCH**2, generator=generator, dtype=torch.float64),
+    }
