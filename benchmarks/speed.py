@@ -27,6 +27,8 @@ from dflare.candidates_dflare import record_drafts
 from dflare.commands.generate import encode
 from dflare.configuration.arguments import DEFAULT_DRAFTER, DEFAULT_TARGET
 from dflare.configuration.targets import load_pretrained, resolve_drafter, resolve_target
+from dflare.drafting_dflare import BlockDrafter
+from dflare.training.data import load_responses, response_token_ids
 from prompts import FORMATS, draw_prompts
 
 LOOKUP_TOKENS = 3  # what prompt lookup proposes; more costs it more than it gains here
@@ -41,7 +43,7 @@ class Clock:
         self.busy = False
 
     def watch(self, owner, method: str, part: str) -> None:
-        """Counts the calls of `owner.method`, on this one object."""
+        """Counts the calls of `owner.method`, where the owner is an object or a class."""
         original = getattr(owner, method)
 
         @functools.wraps(original)
@@ -58,18 +60,21 @@ class Clock:
         setattr(owner, method, wrapper)
 
 
-def make_arms(drafter, clock: Clock) -> dict[str, dict]:
+def make_arms(drafter, clock: Clock, token_ids) -> dict[str, dict]:
     """What each arm passes to `generate()`."""
-    fixed, adaptive = copy.deepcopy(drafter), copy.deepcopy(drafter)
-    fixed.config.draft_policy, adaptive.config.draft_policy = "fixed", "adaptive"
-    for assistant in (fixed, adaptive):
+    fixed, adaptive, few = (copy.deepcopy(drafter) for _ in range(3))
+    for assistant, policy in ((fixed, "fixed"), (adaptive, "adaptive"), (few, "fixed")):
+        assistant.config.draft_policy = policy
         for method in ("forward", "extend_context"):
             clock.watch(assistant, method, "drafter")
+    few.set_draft_vocabulary(token_ids)
+    restricted = {} if token_ids is None else {f"whole block of {len(token_ids):,} tokens": {"assistant_model": few}}
     return {
         "ordinary": {},
         "prompt lookup": {"prompt_lookup_num_tokens": LOOKUP_TOKENS},
         "native DFlash": {"assistant_model": fixed, "speculation_type": "dflash"},
         "whole block": {"assistant_model": fixed},
+        **restricted,
         "three drafts": {"assistant_model": fixed, "num_assistant_tokens": 3},
         "adaptive": {"assistant_model": adaptive},
     }
@@ -134,9 +139,8 @@ def table(title: str, summary: dict) -> str:
     return "\n".join(lines)
 
 
-def measure(dtype: str, temperature: float, prompts: list, args, report: dict) -> None:
+def measure(dtype: str, temperature: float, prompts: list, token_ids, args, clock: Clock, report: dict) -> None:
     """All arms with the drafter, then ordinary and adaptive with one of random weights."""
-    clock = Clock()
     target = load_pretrained("AutoModelForCausalLM", resolve_target(DEFAULT_TARGET), dtype)
     drafter = load_pretrained("AutoModel", resolve_drafter(DEFAULT_DRAFTER), dtype)
     torch.manual_seed(0)
@@ -147,7 +151,7 @@ def measure(dtype: str, temperature: float, prompts: list, args, report: dict) -
     options |= {"temperature": temperature, "top_k": 0} if temperature else {}
     name = f"{dtype}, {'greedy' if not temperature else f'temperature {temperature:g}'}"
     for label, assistant in ((name, drafter), (f"{name}, drafter of random weights", hostile)):
-        arms = make_arms(assistant, clock)
+        arms = make_arms(assistant, clock, token_ids)
         if assistant is hostile:
             arms = {arm: arms[arm] for arm in ("ordinary", "adaptive")}
         report["results"][label] = summarise(race(target, prompts, arms, options, clock))
@@ -161,16 +165,21 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
+    parser.add_argument("--responses", help="parquet file of responses: an arm that drafts their commonest tokens only")
+    parser.add_argument("--draft-vocab-size", type=int, default=8000)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
+    token_ids = args.responses and response_token_ids(load_responses(args.responses), args.draft_vocab_size)
     tokenizer = AutoTokenizer.from_pretrained(resolve_target(DEFAULT_TARGET))
     drawn = [prompt for name in FORMATS for prompt in draw_prompts(args.benchmarks, name, args.per_benchmark, seed=0)]
     prompts = [encode(prompt["text"], tokenizer) for prompt in drawn]
     report: dict = {"command": "python " + " ".join(sys.argv), "prompts": [prompt["id"] for prompt in drawn]}
+    clock = Clock()
+    clock.watch(BlockDrafter, "logits", "drafter")
     report |= {"threads": torch.get_num_threads(), "results": {}}
     for dtype in args.dtypes:
         for temperature in args.temperatures:
-            measure(dtype, temperature, prompts, args, report)
+            measure(dtype, temperature, prompts, token_ids, args, clock, report)
             if args.output:
                 args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 

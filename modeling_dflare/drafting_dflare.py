@@ -107,16 +107,18 @@ class RestrictedHead(nn.Module):
 
     token_ids: torch.Tensor
     weight: torch.Tensor
+    bias: torch.Tensor | None
 
     def __init__(self, head: nn.Module, token_ids: torch.Tensor):
         super().__init__()
         if not can_be_restricted(head):
             raise ValueError(f"only a plain linear head can be cut to some of its rows, but the target's is {head}")
         weight: Any = head.weight
+        bias: Any = head.bias
         token_ids = token_ids.to(weight.device)
         self.register_buffer("token_ids", token_ids, persistent=False)
         self.register_buffer("weight", weight.detach()[token_ids], persistent=False)
-        self.register_buffer("bias", None if head.bias is None else head.bias.detach()[token_ids], persistent=False)
+        self.register_buffer("bias", None if bias is None else bias.detach()[token_ids], persistent=False)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Logits (..., tokens kept)."""
@@ -140,7 +142,8 @@ def _drafting_head(drafter: PreTrainedModel, head: nn.Module) -> tuple[nn.Module
         )
         return head, None
     heads = _restricted.setdefault(drafter, weakref.WeakKeyDictionary())
-    stamp = (head.weight.data_ptr(), head.weight.dtype, token_ids.data_ptr())  # a target that moves gets new rows
+    weight: Any = head.weight
+    stamp = (weight.data_ptr(), weight.dtype, token_ids.data_ptr())  # a target that moves gets new rows
     if head not in heads or heads[head][0] != stamp:
         heads[head] = (stamp, RestrictedHead(head, token_ids))
     return heads[head][1], token_ids

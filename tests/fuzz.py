@@ -33,6 +33,7 @@ ALONE = {
     "a stopping criterion of your own",
     "`encoder_no_repeat_ngram_size`",
 }
+EMBEDDINGS, FILLED = "`inputs_embeds`", "a cache that holds part of the prompt"  # together refused, by a clear error
 SERVED = [name for name, option in OPTIONS.items() if not option.refused and name != "`num_beams`"]
 
 
@@ -89,6 +90,8 @@ def one_case(seed: int, targets: dict) -> tuple[str, str]:
     labels = dice.sample(SERVED, dice.randint(1, 3))
     if rows > 1:
         labels = [label for label in labels if label not in ALONE and "returned" not in label]
+    if {EMBEDDINGS, FILLED} <= set(labels):
+        labels.remove(FILLED)
     prompt = torch.cat([prompt_of(length, seed=seed + row) for row in range(rows)])
     truth = target.generate(input_ids=prompt, do_sample=False, max_new_tokens=40)
     arguments = arguments_of(labels, target, prompt, truth, dice)
