@@ -280,7 +280,8 @@ class DFlareCandidateGenerator(CandidateGenerator):
         if keep == 0:
             return input_ids, None
         wants_logits = (self.do_sample and not self.criteria) or self.needs_logits
-        return torch.cat([input_ids, tokens[:, :keep]], dim=-1), logits[:, :keep] if wants_logits else None
+        wanted = self.block.whole(logits[:, :keep]) if wants_logits else None
+        return torch.cat([input_ids, tokens[:, :keep]], dim=-1), wanted
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
         """Called by the loop after each pass; keeps the record. The prefill is no round."""

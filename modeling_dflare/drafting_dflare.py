@@ -65,10 +65,13 @@ class BlockDrafter:
     def choose(
         self, processors, do_sample: bool, input_ids: torch.Tensor, logits: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draft tokens (1, k) and their processed logits (1, k, V); processors see each token's own prefix."""
+        """
+        Draft tokens (1, k) and their logits: processed, over the whole vocabulary, where there are processors or sampling;
+        else as they came. Processors see each token's own prefix.
+        """
         if not processors and not do_sample:
             return self.likeliest(logits), logits
-        logits = self._whole(logits.float())
+        logits = self.whole(logits.float())
         prefix, processed = input_ids, []
         for position in range(logits.shape[1]):
             scores = processors(prefix, logits[:, position].clone()) if processors else logits[:, position]
@@ -85,9 +88,9 @@ class BlockDrafter:
         rows = logits.max(dim=-1).indices
         return rows if self.token_ids is None else self.token_ids.to(rows.device)[rows]
 
-    def _whole(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits over the whole vocabulary, where only some of its tokens are ever drafted."""
-        if self.token_ids is None:
+    def whole(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits (b, k, V) over the whole vocabulary, where they were of the tokens alone that are ever drafted."""
+        if self.token_ids is None or logits.shape[-1] == self.drafter.config.vocab_size:
             return logits
         whole = logits.new_full((*logits.shape[:2], self.drafter.config.vocab_size), float("-inf"))
         return whole.index_copy_(2, self.token_ids.to(logits.device), logits)

@@ -159,7 +159,7 @@ class AdaptivePolicy(FixedPolicy):
         self.known.drafting.append(time.perf_counter() - self.start)
         buckets = [bucket_of(place, c) for place, c in enumerate(confidences or [None] * limit)]
         chances, seconds = [self.known.chance(b) for b in buckets], self.known.round_seconds(limit)
-        count = max(best_prefix(chances, seconds), min(limit, self.known.looking))  # only verified drafts can tell
+        count = max(best_prefix(chances, seconds), min(limit, int(self.known.looking)))  # only verified drafts can tell
         self.buckets, self.expected = buckets[:count], expected_tokens(chances[:count])
         return count
 

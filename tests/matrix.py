@@ -212,7 +212,7 @@ def compare(expected: tuple, found: tuple) -> str:
         return "other tokens streamed"
     for key in ("scores", "logits") if expected[2] else ():
         mine, its = (torch.stack(side[2][key]) for side in (found, expected))
-        if mine.shape != its.shape or not torch.allclose(mine, its, atol=1e-4):
+        if mine.shape != its.shape or not torch.allclose(mine, its, atol=1e-4) or mine.isnan().any():
             return f"other {key}"
     return ""
 

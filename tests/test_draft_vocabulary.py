@@ -32,8 +32,9 @@ def test_output_is_the_same_and_drafts_are_of_the_vocabulary(target, drafter, mo
         return tokens, logits
 
     monkeypatch.setattr(BlockDrafter, "choose", watched)
-    for options in ({}, {"repetition_penalty": 1.3}):
-        expected = greedy(target, prompt_of(6), max_new_tokens=30, **options)
+    for options in ({}, {"repetition_penalty": 1.3}, {"assistant_ensemble_weight": 1 - 1e-9}):
+        ordinary = {key: value for key, value in options.items() if not key.startswith("assistant")}
+        expected = greedy(target, prompt_of(6), max_new_tokens=30, **ordinary)
         assert torch.equal(
             greedy(target, prompt_of(6), max_new_tokens=30, **options, assistant_model=drafter), expected
         )

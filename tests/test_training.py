@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModel, PreTrainedTokenizerFast
 
 from dflare.commands.main import main
-from dflare.training.data import BlockCollator, load_responses, to_sequences
+from dflare.training.data import BlockCollator, load_responses, response_token_ids, to_sequences
 from dflare.training.prompts import Prompt, contaminated, read_prompts
 from dflare.training.regenerate import SCHEMA, ResponseStore, encode_prompts, generate_rows, read_rows
 from dflare.training.trainer import DFlareTrainer, DFlareTrainingArguments, sequence_statistics
@@ -336,7 +336,9 @@ def test_training_goes_on_from_a_trained_drafter(files, capsys):
     # On from there with a learning rate of zero and the same rows held back: the same drafter, the same figures.
     onward = ["train", "--config", str(recipe), "--output_dir", str(second), "--start_from", str(first / "drafter")]
     onward += ["--validation_data", str(first / "validation.parquet"), "--trainer.learning_rate", "0.0"]
-    assert main(onward) == 0
+    assert main([*onward, "--draft_vocab_size", "10"]) == 0
+    commonest = response_token_ids(load_responses(data), 10).tolist()
+    assert AutoModel.from_pretrained(second / "drafter").draft_token_ids.tolist() == commonest and len(commonest) == 10
     before, after = (AutoModel.from_pretrained(run / "drafter").state_dict() for run in (first, second))
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     evaluations = [json.loads((run / "training.json").read_text())["evaluation"] for run in (first, second)]

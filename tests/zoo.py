@@ -49,6 +49,7 @@ MULTIMODAL: dict[str, tuple[str, dict]] = {
     "Qwen2.5-VL": ("Qwen2_5_VLConfig", dict(fullatt_block_indexes=[0], window_size=16)),
     "Qwen3-VL": ("Qwen3VLConfig", dict(deepstack_visual_indexes=[0], num_position_embeddings=16)),
 }
+FLOAT32 = ("Gemma 2", "BLOOM")  # left-padded in float64 they answer NaN
 IMAGE, PATCH = 60, 4  # the token that stands for an image's patches, and their side
 # Targets that keep a state which cannot be rolled back.
 REFUSED: dict[str, tuple[str, dict]] = {
@@ -65,7 +66,7 @@ REFUSED: dict[str, tuple[str, dict]] = {
 def build(name: str, seed: int = 0):
     """
     The target of that name, in eval mode; runs end at their budget unless a test says otherwise. In float64 rounding cannot
-    flip a tie; mixtures of experts have no kernel for it and are float32.
+    flip a tie; mixtures of experts have no kernel for it, and those of `FLOAT32` no number, and are float32.
     """
     kind, fields = (TARGETS | REFUSED)[name]
     torch.manual_seed(seed)
@@ -73,7 +74,8 @@ def build(name: str, seed: int = 0):
         **{key: value for key, value in {**SIZES, **fields}.items() if value is not None}
     )
     experts = any("experts" in field for field in fields)
-    target = AutoModelForCausalLM.from_config(config).to(torch.float32 if experts else torch.float64).eval()
+    dtype = torch.float32 if experts or name in FLOAT32 else torch.float64
+    target = AutoModelForCausalLM.from_config(config).to(dtype).eval()
     target.generation_config.eos_token_id = None
     return target
 
