@@ -11,7 +11,8 @@ import copy
 import torch
 from training_step import median_seconds
 
-from dflare.candidates_dflare import CACHE_NAME, request_taps
+from dflare.candidates_dflare import request_taps
+from dflare.checks_dflare import CACHE_NAME
 from dflare.configuration.arguments import DEFAULT_DRAFTER, DEFAULT_TARGET
 from dflare.configuration.targets import load_pretrained, resolve_drafter, resolve_target
 

@@ -75,7 +75,6 @@ def make_arms(drafter, clock: Clock, token_ids) -> dict[str, dict]:
         "native DFlash": {"assistant_model": fixed, "speculation_type": "dflash"},
         "whole block": {"assistant_model": fixed},
         **restricted,
-        "three drafts": {"assistant_model": fixed, "num_assistant_tokens": 3},
         "adaptive": {"assistant_model": adaptive},
     }
 

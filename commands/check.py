@@ -9,7 +9,7 @@ from rich.table import Table
 from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from dflare.candidates_dflare import CACHE_NAME
+from dflare.checks_dflare import CACHE_NAME
 from dflare.configuration.arguments import CheckArguments
 from dflare.configuration.targets import load_pretrained, resolve_drafter, resolve_target
 

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer, set_seed
 
 from dflare import DFlareConfig, DFlareForBlockDiffusion
-from dflare.candidates_dflare import check_sizes
+from dflare.checks_dflare import check_sizes
 from dflare.configuration.arguments import TrainArguments
 from dflare.configuration.targets import load_pretrained, resolve_drafter, resolve_target
 from dflare.training.data import load_responses, response_token_ids, to_sequences

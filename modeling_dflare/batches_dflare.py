@@ -24,14 +24,13 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .candidates_dflare import (
-    CACHE_NAME,
     DraftRound,
-    check_cache,
     new_record,
     request_taps,
     select_taps,
 )
-from .drafting_dflare import BlockDrafter, draft_limit
+from .checks_dflare import CACHE_NAME, check_cache, check_positions
+from .drafting_dflare import BlockDrafter, draft_limit, fires, is_strict
 from .policy_dflare import policy_for
 
 # Inputs of the target that this loop makes itself, so that it may drop those of the call.
@@ -66,9 +65,11 @@ def decode_batch(
         ValueError: for what is not served in batches, before anything is computed.
     """
     _check_call(generation_config, logits_processor, streamer, model_kwargs)
+    check_positions(target, input_ids.shape[1], generation_config.max_length)
     served = {"generation_config": generation_config, "stopping_criteria": stopping_criteria}
-    processors = [_row_processors(logits_processor, row) for row in range(len(input_ids))]
-    if _served_together(drafter, target, input_ids, generation_config, model_kwargs) and not synced_gpus:
+    processors = [_row_processors(logits_processor, row, len(input_ids)) for row in range(len(input_ids))]
+    together = _served_together(drafter, target, input_ids, generation_config, model_kwargs)
+    if together and not any(map(is_strict, logits_processor)) and not synced_gpus:
         rows = BatchDecoder(drafter, target, input_ids, processors, model_kwargs=model_kwargs, **served).run()
     elif target.device.type == "meta":
         raise ValueError(
@@ -148,11 +149,13 @@ class BatchDecoder:
         outputs = self._forward(fed, torch.cat([self.valid, torch.ones_like(fed).bool()], dim=1), positions)
         chosen, accepted = self._accept(drafts, draft_logits, outputs.logits)
         self._keep_columns(outputs, positions, accepted, drafts.shape[1])
+        before = [self.texts[row].shape[1] for row in self.rows]
         ended = self._add_tokens(chosen)
         going_on = [count for count, end in zip(accepted, ended, strict=True) if not end]
-        for row, count, end in zip(self.rows, accepted, ended, strict=True):
+        for row, length, end in zip(self.rows, before, ended, strict=True):
             if drafting:
-                self.records[row].rounds.append(DraftRound(drafts.shape[1], count, end))
+                added = self.texts[row].shape[1] - length
+                self.records[row].rounds.append(DraftRound(drafts.shape[1], added - 1, end))
             else:
                 self.records[row].plain_steps += 1
         self.policy.end_round(drafts.shape[1] if drafting else None, going_on)
@@ -161,7 +164,8 @@ class BatchDecoder:
     def _positions(self, width: int) -> torch.Tensor:
         """Positions (b, width) of tokens that follow each row's valid columns."""
         start = torch.tensor(self.filled, device=self.valid.device).unsqueeze(1)
-        return start + torch.arange(width, device=self.valid.device)
+        # Ordinary decoding feeds no token at the last position; rows that are ahead may draft beyond it, for nothing.
+        return (start + torch.arange(width, device=self.valid.device)).clamp(max=self.max_length - 2)
 
     def _forward(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, **kwargs):
         return self.target(
@@ -228,7 +232,7 @@ class BatchDecoder:
     def _ends(self, text: torch.Tensor, token: int) -> bool:
         if token in self.stops or text.shape[1] >= self.max_length:
             return True
-        return any(bool(criterion(text, None).any()) for criterion in self.criteria)
+        return any(fires(criterion, text) for criterion in self.criteria)
 
     def _drop(self, ended: list[bool]) -> None:
         """Takes finished rows out of the batch."""
@@ -284,7 +288,7 @@ def speculative_sample(
     rest = left[row, counts]
     rest = torch.where(rest.sum(dim=-1, keepdim=True) > 0, rest, p[row, counts])  # p equals q up to rounding
     chosen = torch.cat([drafts, drafts.new_zeros(len(drafts), 1)], dim=1)
-    chosen[row, counts] = torch.multinomial(rest, num_samples=1).squeeze(1)
+    chosen[row, counts] = torch.multinomial(rest, num_samples=1).squeeze(1).to(chosen.dtype)
     return chosen, counts
 
 
@@ -308,17 +312,32 @@ def _check_call(generation_config, logits_processor, streamer, model_kwargs: dic
 
 
 def _served_together(drafter, target, input_ids: torch.Tensor, generation_config, model_kwargs: dict) -> bool:
-    """Whether the rows can share one pass: the target must take positions and masks, and keep every column."""
-    cache: Any = model_kwargs[CACHE_NAME]
-    kinds: set[Any] = {type(layer) for layer in cache.layers} or {getattr(cache, "layer_class_to_replicate", None)}
-    if type(cache) is not DynamicCache or kinds != {DynamicLayer} or getattr(cache, "offloading", False):
-        return False
+    """Whether the rows can share one pass: the target must take positions and masks, and see every column."""
     if "sliding_attention" in drafter.config.layer_types or generation_config.assistant_ensemble_weight is not None:
         return False
     if not {"attention_mask", "position_ids"} <= set(inspect.signature(target.forward).parameters):
         return False
+    if "prepare_inputs_for_generation" in vars(target):  # an adapter puts something of its own into every pass
+        return False
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and not bool(mask[:, -1].all()):
+        return False
     given = {key for key, value in model_kwargs.items() if value is not None}
-    return given <= SERVED_INPUTS and _usual_positions(input_ids, model_kwargs)
+    return (
+        _sees_all(target, model_kwargs[CACHE_NAME])
+        and given <= SERVED_INPUTS
+        and _usual_positions(input_ids, model_kwargs)
+    )
+
+
+def _sees_all(target, cache: Any) -> bool:
+    """Whether every layer attends to every column, and its cache keeps them all: no windows, chunks or static buffers."""
+    text: Any = target.config.get_text_config()
+    usual = DynamicCache(config=text)  # as the target's layers want it, whatever cache the call brings
+    kinds: set[Any] = {type(layer) for part in (cache, usual) for layer in part.layers} or {DynamicLayer}
+    if type(cache) is not DynamicCache or kinds != {DynamicLayer} or getattr(cache, "offloading", False):
+        return False
+    return "local" not in (getattr(text, "attention_layers", None) or ())
 
 
 def _usual_positions(input_ids: torch.Tensor, model_kwargs: dict) -> bool:
@@ -342,27 +361,35 @@ def _rows_of(target, input_ids: torch.Tensor, generation_config, model_kwargs: d
 
 def _row_of(name: str, value, row: int, count: int):
     """One sequence's part of an input: sequences lie along the first dimension, or the second of multimodal positions."""
+    if isinstance(value, (dict, list, tuple)) and value:
+        raise ValueError(f"{name} is a {type(value).__name__}, which cannot be cut into {count} sequences")
     if not isinstance(value, torch.Tensor):
         return value
-    for dim in (0, 1) if value.dim() == 3 else (0,):
-        if value.dim() > dim and value.shape[dim] == count:
-            return value.narrow(dim, row, 1)
+    dim = 1 if name == "position_ids" and value.dim() == 3 else 0
+    if value.dim() > dim and value.shape[dim] == count:
+        return value.narrow(dim, row, 1)
     raise ValueError(f"{name} has the shape {tuple(value.shape)}, which cannot be cut into {count} sequences")
 
 
-def _row_processors(processors: Sequence, row: int) -> LogitsProcessorList:
-    """The processors of a call as one row needs them: those that know its place in the batch are bound to it."""
-    return LogitsProcessorList([_bound_to(processor, row) for processor in processors])
+def _row_processors(processors: Sequence, row: int, count: int) -> LogitsProcessorList:
+    """The processors of a call as one row of `count` needs them: those that know its place in the batch are bound to it."""
+    return LogitsProcessorList([_bound_to(processor, row, count) for processor in processors])
 
 
-def _bound_to(processor, row: int):
+def _bound_to(processor, row: int, count: int):
+    kept = PER_ROW & set(getattr(processor, "__dict__", ()))
+    if not kept and not isinstance(processor, PrefixConstrainedLogitsProcessor):
+        return processor
     bound = copy.copy(processor)
-    for name in PER_ROW & set(vars(bound)):
+    for name in kept:
         value = getattr(bound, name)
-        setattr(bound, name, value[row : row + 1] if isinstance(value, torch.Tensor) else value)
+        if isinstance(value, torch.Tensor):  # of each prompt, which may have several answers
+            place = row * len(value) // count
+            setattr(bound, name, value[place : place + 1])
     if isinstance(bound, PrefixConstrainedLogitsProcessor):
-        allowed = bound._prefix_allowed_tokens_fn
-        bound._prefix_allowed_tokens_fn = lambda _, ids: allowed(row, ids)
+        allowed, prompt = bound._prefix_allowed_tokens_fn, row // bound._num_beams
+        bound._num_beams = 1
+        bound._prefix_allowed_tokens_fn = lambda _, ids: allowed(prompt, ids)
     return bound
 
 

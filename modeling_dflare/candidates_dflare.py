@@ -16,17 +16,15 @@ from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from .configuration_dflare import CROPPABLE_LAYER_TYPES
-from .drafting_dflare import BlockDrafter, draft_limit
+from .checks_dflare import CACHE_NAME, VERSION, check_cache, check_inputs, check_positions
+from .drafting_dflare import BlockDrafter, draft_limit, fires, is_strict
 from .policy_dflare import policy_for
 
 # Up to 5.22 a list given as `output_hidden_states` names decoder layers; from 5.23 on, places in the usual tuple.
-_VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-TUPLE_INDEXED = _VERSION >= (5, 23)
+TUPLE_INDEXED = VERSION >= (5, 23)
 # What transformers fills in where nobody asked: no threshold.
 STOCK_CONFIDENCE_THRESHOLD = 0.4
 MAX_WAITING = 256  # committed tokens whose states may wait for the next draft
-CACHE_NAME = "cache" if _VERSION >= (5, 24) else "past_key_values"
 
 
 @dataclass
@@ -87,89 +85,6 @@ def new_record() -> DraftRecord:
     return record
 
 
-def check_target(drafter: PreTrainedModel, target: PreTrainedModel, generation_config) -> None:
-    """
-    Raises `ValueError`, before any token is computed, if `drafter` was not made for `target` or if the call cannot be
-    accelerated; the message names the field and both values.
-    """
-    check_sizes(drafter, target)
-    if drafter.training:
-        raise ValueError("the drafter is in training mode; call drafter.eval() before generate()")
-    if target.training and target.is_gradient_checkpointing:
-        raise ValueError(
-            "the target is in training mode with gradient checkpointing, which drops its cache; call eval()"
-        )
-    _check_layers(target, target.config.get_text_config())
-    _check_options(target, generation_config)
-
-
-def check_sizes(drafter: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Raises `ValueError` if `drafter` was not made for `target`, naming the field and both values."""
-    ours, theirs = drafter.config, target.config.get_text_config()
-    pairs = {
-        "hidden_size": (ours.hidden_size, theirs.hidden_size),
-        "number of target layers": (ours.num_target_layers, theirs.num_hidden_layers),
-        "vocab_size": (ours.vocab_size, theirs.vocab_size),
-    }
-    for name, (mine, its) in pairs.items():
-        if mine != its:
-            raise ValueError(
-                f"this drafter belongs to another target: {name} is {mine} in the drafter's config "
-                f"({drafter.name_or_path or type(drafter).__name__}) and {its} in the target's "
-                f"({target.name_or_path or type(target).__name__})"
-            )
-    _check_embedding(ours, target)
-
-
-def _check_embedding(config, target: PreTrainedModel) -> None:
-    embedding = target.get_input_embeddings()
-    rows, width = (
-        getattr(embedding, name, None) for name in ("num_embeddings", "embedding_dim")
-    )  # a wrapper may not tell
-    if rows is not None and config.mask_token_id >= rows:
-        raise ValueError(f"mask_token_id is {config.mask_token_id}, but the target's embedding has {rows} rows")
-    if width is not None and config.hidden_size != width:
-        raise ValueError(f"hidden_size is {config.hidden_size}, but the target's embedding is {width} wide")
-    if target.get_output_embeddings() is None:
-        raise ValueError(f"{type(target).__name__} has no output embedding (language-model head) to draft with")
-
-
-def _check_layers(target: PreTrainedModel, text_config) -> None:
-    if target.config.is_encoder_decoder:
-        raise ValueError(f"{type(target).__name__} is an encoder-decoder; DFlare accelerates decoder-only targets")
-    kinds = set(getattr(text_config, "layer_types", None) or ()) - set(CROPPABLE_LAYER_TYPES)
-    if kinds:
-        raise ValueError(
-            f"{type(target).__name__} has layers of type {', '.join(sorted(kinds))}, whose state cannot be rolled back "
-            "after verification; generate without assistant_model"
-        )
-
-
-def _check_options(target: PreTrainedModel, generation_config) -> None:
-    if generation_config.use_cache is False:
-        raise ValueError("use_cache is False; verification needs the target's cache, so leave use_cache at True")
-    if generation_config.cache_implementation == "quantized":
-        raise ValueError(
-            "cache_implementation is 'quantized', which stores different values for tokens that arrive together than for "
-            "the same tokens one by one: generate without assistant_model"
-        )
-    if generation_config.guidance_scale not in (None, 1):
-        raise ValueError(
-            f"guidance_scale is {generation_config.guidance_scale}; its processor keeps a cache of its own, which drafts "
-            "that are rejected would spoil: generate without assistant_model"
-        )
-    watermark = type(generation_config.watermarking_config).__name__
-    if watermark == "SynthIDTextWatermarkingConfig":
-        raise ValueError(
-            f"watermarking_config is a {watermark}; its processor remembers every token it is shown, drafts that are "
-            "rejected too: generate without assistant_model"
-        )
-    owner = getattr(target.__dict__.get("prepare_inputs_for_generation"), "__self__", None)
-    tuning = getattr(getattr(owner, "active_peft_config", None), "peft_type", None)
-    if tuning in ("PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING"):
-        raise ValueError(f"the target's adapter is {tuning}, whose virtual tokens the verification loop would lose")
-
-
 def request_taps(config) -> list[int]:
     """The value of `output_hidden_states` that makes the installed transformers keep the tapped layers alone."""
     return [i + 1 for i in config.target_layer_ids] if TUPLE_INDEXED else list(config.target_layer_ids)
@@ -218,13 +133,19 @@ class DFlareCandidateGenerator(CandidateGenerator):
         stopping_criteria: Sequence = (),
     ):
         check_cache(model_kwargs.get(CACHE_NAME))
-        _check_inputs(model_kwargs)
+        check_inputs(model_kwargs)
+        embeds = model_kwargs.get("inputs_embeds")
+        unnamed = 0 if embeds is None or input_ids.shape[1] else embeds.shape[1]  # positions that max_length leaves out
+        check_positions(target, unnamed + input_ids.shape[1], unnamed + generation_config.max_length)
         self.drafter, self.block = drafter, BlockDrafter(drafter, target, input_ids)
         self.max_length = generation_config.max_length
         self.do_sample = generation_config.do_sample
         self.processors = logits_processor
         self.limit = draft_limit(drafter.config, generation_config)
         self.criteria = [c for c in stopping_criteria if not _is_the_loops_own(c, generation_config)]
+        self.end = _eos_criterion(generation_config) if any(map(is_strict, logits_processor)) else None
+        if self.end is not None:
+            self.criteria.append(self.end)
         # A user's criterion may read the scores where they are kept, and drafts have none: it is heard at every token.
         keeps_scores = generation_config.output_scores and generation_config.return_dict_in_generate
         if keeps_scores and any(not type(c).__module__.startswith("transformers.") for c in self.criteria):
@@ -332,7 +253,7 @@ class DFlareCandidateGenerator(CandidateGenerator):
             self.waiting = []
 
     def _choose(self, input_ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.block.choose(self.processors, self.do_sample, input_ids, logits)
+        return self.block.choose(self.processors, self.do_sample, input_ids, logits, self.end)
 
     def _before_stop(self, input_ids: torch.Tensor, tokens: torch.Tensor) -> int:
         """
@@ -341,9 +262,14 @@ class DFlareCandidateGenerator(CandidateGenerator):
         """
         for count in range(1, tokens.shape[1] + 1) if self.criteria else ():
             prefix = torch.cat([input_ids, tokens[:, :count]], dim=-1)
-            if any(bool(criterion(prefix, None).any()) for criterion in self.criteria):
+            if any(fires(criterion, prefix) for criterion in self.criteria):
                 return count - 1
         return tokens.shape[1]
+
+
+def _eos_criterion(generation_config) -> EosTokenCriteria | None:
+    eos = getattr(generation_config, "_eos_token_tensor", None)
+    return None if eos is None else EosTokenCriteria(eos)
 
 
 def _is_the_loops_own(criterion, generation_config) -> bool:
@@ -356,23 +282,10 @@ def _is_the_loops_own(criterion, generation_config) -> bool:
     return set(criterion.eos_token_id.tolist()) <= set(own.flatten().tolist())
 
 
-def check_cache(cache) -> None:
-    """Raises `ValueError` for a cache that cannot drop its last tokens; transformers' loop would tell after the prefill."""
-    if not getattr(cache, "is_croppable", True):
-        kinds = sorted({type(layer).__name__ for layer in cache.layers if not layer.is_croppable})
-        raise ValueError(
-            f"the cache has layers of type {', '.join(kinds)}, whose tokens cannot be taken back after verification; use "
-            "the default cache, or generate without assistant_model"
-        )
-
-
-def _check_inputs(model_kwargs: dict) -> None:
-    mask = model_kwargs.get("attention_mask")
-    if model_kwargs.get("inputs_embeds") is not None and mask is not None and not bool(mask.all()):
-        raise ValueError(
-            "attention_mask hides positions of inputs_embeds; the verification loop would lose track of it, so leave the "
-            "hidden positions out, or generate without assistant_model"
-        )
+def _confidence_threshold(generation_config) -> float | None:
+    """The call's `assistant_confidence_threshold`: drafts end before the first whose likeliest token is less likely."""
+    asked = generation_config.assistant_confidence_threshold
+    return None if asked in (None, 0, STOCK_CONFIDENCE_THRESHOLD) else asked
 
 
 def _empty_cache(model_kwargs: dict, length: int, generation_config) -> None:
@@ -395,9 +308,3 @@ def _empty_cache(model_kwargs: dict, length: int, generation_config) -> None:
             "the states of all of them, so pass the whole prompt as input_ids"
         )
     cache.crop(-filled)
-
-
-def _confidence_threshold(generation_config) -> float | None:
-    """The call's `assistant_confidence_threshold`: drafts end before the first whose likeliest token is less likely."""
-    asked = generation_config.assistant_confidence_threshold
-    return None if asked in (None, 0, STOCK_CONFIDENCE_THRESHOLD) else asked

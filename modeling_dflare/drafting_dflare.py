@@ -3,11 +3,13 @@ One draft: anchors go in through the target's embedding, a block comes out throu
 """
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
@@ -63,11 +65,11 @@ class BlockDrafter:
         return self.head(hidden[:, : count + 1].to(*self.place))[:, 1:]
 
     def choose(
-        self, processors, do_sample: bool, input_ids: torch.Tensor, logits: torch.Tensor
+        self, processors, do_sample: bool, input_ids: torch.Tensor, logits: torch.Tensor, end: Callable | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Draft tokens (1, k) and their logits: processed, over the whole vocabulary, where there are processors or sampling;
-        else as they came. Processors see each token's own prefix.
+        else as they came. Processors see each token's own prefix; with a criterion `end` none behind which it fires.
         """
         if not processors and not do_sample:
             return self.likeliest(logits), logits
@@ -75,12 +77,16 @@ class BlockDrafter:
         prefix, processed = input_ids, []
         for position in range(logits.shape[1]):
             scores = processors(prefix, logits[:, position].clone()) if processors else logits[:, position]
+            if self.token_ids is not None:  # none of which the processors may have left; any other draft is as good
+                scores = scores.masked_fill(scores.isneginf().all(dim=-1, keepdim=True), 0.0)
             processed.append(scores)
             if do_sample:
                 token = torch.multinomial(scores.softmax(dim=-1), num_samples=1)
             else:
                 token = scores.argmax(dim=-1, keepdim=True)
             prefix = torch.cat([prefix, token], dim=-1)
+            if end is not None and fires(end, prefix):
+                break
         return prefix[:, input_ids.shape[1] :], torch.stack(processed, dim=1) if processed else logits
 
     def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
@@ -150,6 +156,17 @@ def _drafting_head(drafter: PreTrainedModel, head: nn.Module) -> tuple[nn.Module
     if head not in heads or heads[head][0] != stamp:
         heads[head] = (stamp, RestrictedHead(head, token_ids))
     return heads[head][1], token_ids
+
+
+def fires(criterion: Callable, ids: torch.Tensor) -> bool:
+    """Whether a stopping criterion ends the sequence `ids` (1, length); one of a user's own may answer with a bool."""
+    return bool(torch.as_tensor(criterion(ids, None)).any())
+
+
+def is_strict(processor) -> bool:
+    """Whether a logits processor may refuse to be shown what no ordinary decoding shows it, such as text behind its end."""
+    own = not type(processor).__module__.startswith("transformers.")
+    return own or isinstance(processor, PrefixConstrainedLogitsProcessor)
 
 
 def draft_limit(config, generation_config) -> int:

@@ -25,7 +25,8 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from .batches_dflare import decode_batch, gather_columns
-from .candidates_dflare import DFlareCandidateGenerator, DraftRecord, check_target, record_drafts
+from .candidates_dflare import DFlareCandidateGenerator, DraftRecord, record_drafts
+from .checks_dflare import check_target
 from .configuration_dflare import DFlareConfig
 from .hook_dflare import attach_to, detach_from, install_hook
 

@@ -92,7 +92,7 @@ class PairStatistics:
         Estimated cost of rounds that verify 0..limit drafts. No round costs more than a wider one; between known costs it
         is interpolated, and beyond the last level, so that longer drafts are tried until they prove dear.
         """
-        known = sorted((k, statistics.median(list(t))) for k, t in self.times.items() if k is not None)
+        known = sorted((k, statistics.median(list(t))) for k, t in list(self.times.items()) if k is not None)
         if 0 not in self.times and self.plain_seconds is not None and self.drafting:
             known.insert(0, (0, self.plain_seconds + statistics.median(list(self.drafting))))
         lowest = list(itertools.accumulate((cost for _, cost in reversed(known)), min))[::-1]
@@ -147,7 +147,7 @@ class AdaptivePolicy(FixedPolicy):
         self.start = time.perf_counter()
 
     def wants_draft(self) -> bool:
-        if self.known.pause:
+        if self.known.pause > 0:
             self.known.pause -= 1
         elif self.known.plain_seconds is not None and self.steps < self.refresh:
             self.steps += 1

@@ -24,7 +24,7 @@ from transformers import (
 from transformers.utils import logging
 
 from dflare import DFlareConfig, DFlareForBlockDiffusion
-from dflare.candidates_dflare import CACHE_NAME
+from dflare.checks_dflare import CACHE_NAME
 from helpers import Collect, make_oracle, prompt_of
 from zoo import ROPE_IN_FULL, TARGETS, build
 

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from dflare import DFlareConfig, DFlareForBlockDiffusion, install_hook, uninstall_hook
-from dflare.candidates_dflare import CACHE_NAME
+from dflare.checks_dflare import CACHE_NAME
 from helpers import Collect, greedy, make_oracle, prompt_of, tiny_drafter, tiny_target
 from zoo import build
 

@@ -16,7 +16,7 @@ from dflare import DFlareConfig, DFlareForBlockDiffusion
 from dflare.modeling_dflare import fusion_start
 from helpers import prompt_of, tiny_drafter, tiny_target
 
-PARTS = ("configuration", "modeling", "candidates", "drafting", "policy", "batches", "hook")
+PARTS = ("configuration", "modeling", "candidates", "checks", "drafting", "policy", "batches", "hook")
 CODE = {f"{part}_dflare.py" for part in PARTS}
 
 

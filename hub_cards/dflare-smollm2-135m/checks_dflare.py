@@ -1,0 +1,1 @@
+../../modeling_dflare/checks_dflare.py
