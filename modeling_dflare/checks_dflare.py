@@ -12,7 +12,9 @@ from .configuration_dflare import CROPPABLE_LAYER_TYPES
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 CACHE_NAME = "cache" if VERSION >= (5, 24) else "past_key_values"
-VIRTUAL_TOKENS = ("PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING", "CPT", "CARTRIDGE")  # adapters that add some
+# Adapters whose virtual tokens the loop would lose; up to 5.22 those of prefix tuning too (tested: 5.18.0, 5.22.2).
+VIRTUAL_TOKENS = {"PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING", "CPT", "CARTRIDGE"}
+VIRTUAL_TOKENS |= set() if VERSION >= (5, 23) else {"PREFIX_TUNING"}
 
 
 def check_target(drafter: PreTrainedModel, target: PreTrainedModel, generation_config) -> None:
