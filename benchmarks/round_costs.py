@@ -15,6 +15,7 @@ from dflare.candidates_dflare import request_taps
 from dflare.checks_dflare import CACHE_NAME
 from dflare.configuration.arguments import DEFAULT_DRAFTER, DEFAULT_TARGET
 from dflare.configuration.targets import load_pretrained, resolve_drafter, resolve_target
+from dflare.drafting_dflare import BlockDrafter
 
 CONTEXT = 150
 
@@ -26,7 +27,6 @@ def main() -> None:
     dtype = parser.parse_args().dtype
     target = load_pretrained("AutoModelForCausalLM", resolve_target(DEFAULT_TARGET), dtype)
     drafter = load_pretrained("AutoModel", resolve_drafter(DEFAULT_DRAFTER), dtype)
-    embed, head = target.get_input_embeddings(), target.get_output_embeddings()
     ids = torch.randint(20, 40_000, (1, CONTEXT))
     filled = getattr(target(input_ids=ids, use_cache=True), CACHE_NAME)
     taps = [
@@ -34,7 +34,7 @@ def main() -> None:
     ]
     context = drafter.new_context_cache()
     drafter.extend_context(taps, context)
-    block = embed(torch.randint(20, 40_000, (1, drafter.config.block_size)))
+    block = BlockDrafter(drafter, target, ids)
     options = {"output_hidden_states": request_taps(drafter.config), "use_cache": True}
     print("tokens  verify   draft (milliseconds)")
     for count in range(1, drafter.config.block_size + 1):
@@ -43,7 +43,7 @@ def main() -> None:
             target(input_ids=ids[:, :count], **{CACHE_NAME: copy.deepcopy(filled)}, **options)
 
         def draft(count=count):
-            head(drafter(noise_embeds=block, cache=context).last_hidden_state[:, 1:count])
+            block.logits(block.hidden(ids[:, -1:], context), count - 1)
 
         drafting = f"{1000 * median_seconds(draft, 15):6.1f}" if count > 1 else "     -"
         print(f"{count:6}  {1000 * median_seconds(verify, 15):6.1f}  {drafting}")

@@ -30,7 +30,7 @@ from .candidates_dflare import (
     select_taps,
 )
 from .checks_dflare import CACHE_NAME, check_cache, check_positions
-from .drafting_dflare import BlockDrafter, draft_limit, fires, is_strict
+from .drafting_dflare import BlockDrafter, ContextFeed, are_blind, draft_limit, fires, is_strict
 from .policy_dflare import policy_for
 
 # Inputs of the target that this loop makes itself, so that it may drop those of the call.
@@ -109,7 +109,7 @@ class BatchDecoder:
         self.limit = draft_limit(drafter.config, generation_config)
         self.max_length = min(c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria))
         self.policy = policy_for(drafter, target, generation_config, batch_size=len(input_ids))
-        self.cache, self.context = model_kwargs[CACHE_NAME], drafter.new_context_cache()
+        self.cache, self.context = model_kwargs[CACHE_NAME], ContextFeed(drafter)
         self.prefill_kwargs = {key: model_kwargs[key] for key in ("logits_to_keep",) if key in model_kwargs}
         self.texts = list(input_ids.split(1))
         self.records = [new_record() for _ in self.texts]
@@ -132,7 +132,7 @@ class BatchDecoder:
         positions = (self.valid.cumsum(dim=1) - 1).clamp(min=0)
         outputs = self._forward(ids, self.valid, positions, **self.prefill_kwargs)
         taps = [tap.masked_fill(~self.valid.unsqueeze(-1), 0.0) for tap in self._taps(outputs)]
-        self.drafter.extend_context(taps, self.context, positions)
+        self.context.add(taps, positions)
         chosen, _ = self._accept(ids[:, :0], None, outputs.logits[:, -1:])
         self._drop(self._add_tokens(chosen))
 
@@ -179,7 +179,7 @@ class BatchDecoder:
     def _draft(self, anchors: torch.Tensor, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Draft tokens (b, k) and their processed logits (b, k, V)."""
         positions = self._positions(self.drafter.config.block_size)
-        hidden = self.block.hidden(anchors, self.context, self.valid, positions)
+        hidden = self.block.hidden(anchors, self.context.commit(), self.valid, positions)
         logits = self.block.logits(hidden, self.policy.choose(limit)).to(anchors.device)
         if self.plain:
             return self.block.likeliest(logits), logits
@@ -195,9 +195,7 @@ class BatchDecoder:
         """Each row's accepted drafts with the bonus token behind them, and how many drafts that are."""
         logits = logits.to(dtype=torch.float32, device=drafts.device)
         for i, row in enumerate(self.rows) if not self.plain else ():
-            for place in range(logits.shape[1]) if self.processors[row] else ():
-                prefix = torch.cat([self.texts[row], drafts[i : i + 1, :place]], dim=1)
-                logits[i, place] = self.processors[row](prefix, logits[i : i + 1, place].clone())[0]
+            logits[i] = self._processed(row, drafts[i : i + 1], logits[i])
         if self.do_sample:
             chosen, counts = speculative_sample(drafts, draft_logits, logits)
         else:
@@ -205,6 +203,16 @@ class BatchDecoder:
             counts = (drafts == chosen[:, :-1]).int().cumprod(dim=1).sum(dim=1)
         *tokens, accepted = torch.cat([chosen, counts.unsqueeze(1)], dim=1).T.tolist()  # the one wait for the device
         return [list(row[: n + 1]) for row, n in zip(zip(*tokens, strict=True), accepted, strict=True)], accepted
+
+    def _processed(self, row: int, drafts: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """A row's scores (k + 1, V), each as its processors want it behind the row's text and the drafts before it."""
+        processors, scores = self.processors[row], []
+        if are_blind(processors):
+            return processors(self.texts[row], logits) if processors else logits
+        for place in range(len(logits)):
+            prefix = torch.cat([self.texts[row], drafts[:, :place]], dim=1)
+            scores.append(processors(prefix, logits[place : place + 1].clone()))
+        return torch.cat(scores)
 
     def _keep_columns(self, outputs, positions: torch.Tensor, accepted: list[int], drafted: int) -> None:
         """Cuts the caches back to the longest accepted prefix, and hides in the other rows what they did not accept."""
@@ -214,7 +222,7 @@ class BatchDecoder:
         counts = torch.tensor(accepted, device=self.valid.device).unsqueeze(1)
         columns = torch.arange(longest + 1, device=self.valid.device) <= counts
         taps = [tap[:, : longest + 1] for tap in self._taps(outputs)]
-        self.drafter.extend_context(taps, self.context, positions[:, : longest + 1])
+        self.context.add(taps, positions[:, : longest + 1])
         self.valid = torch.cat([self.valid, columns], dim=1)
         self.filled = [filled + count + 1 for filled, count in zip(self.filled, accepted, strict=True)]
 
@@ -244,7 +252,7 @@ class BatchDecoder:
             indices = torch.tensor(keep, device=self.valid.device)
             self.valid = self.valid[indices]
             self.cache.batch_select_indices(indices)
-            self.context.select_rows(indices)
+            self.context.commit().select_rows(indices)
 
     def _clear_columns(self) -> None:
         """Moves each row's valid columns together, at the right, once a quarter of the columns is of no use to any."""
@@ -254,7 +262,7 @@ class BatchDecoder:
         columns = self.valid.int().argsort(dim=1, stable=True)[:, -width:]
         for layer in self.cache.layers:
             layer.keys, layer.values = (gather_columns(states, columns) for states in (layer.keys, layer.values))
-        self.context.select_columns(columns)
+        self.context.commit().select_columns(columns)
         self.valid = self.valid.gather(1, columns)
 
 

@@ -17,14 +17,13 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from .checks_dflare import CACHE_NAME, VERSION, check_cache, check_inputs, check_positions
-from .drafting_dflare import BlockDrafter, draft_limit, fires, is_strict
+from .drafting_dflare import BlockDrafter, ContextFeed, draft_limit, fires, is_strict
 from .policy_dflare import policy_for
 
 # Up to 5.22 a list given as `output_hidden_states` names decoder layers; from 5.23 on, places in the usual tuple.
 TUPLE_INDEXED = VERSION >= (5, 23)
 # What transformers fills in where nobody asked: no threshold.
 STOCK_CONFIDENCE_THRESHOLD = 0.4
-MAX_WAITING = 256  # committed tokens whose states may wait for the next draft
 
 
 @dataclass
@@ -155,8 +154,7 @@ class DFlareCandidateGenerator(CandidateGenerator):
         wants_all = generation_config.output_hidden_states
         self.model_kwargs_overrides = {"output_hidden_states": True if wants_all else request_taps(drafter.config)}
         _empty_cache(model_kwargs, input_ids.shape[1], generation_config)
-        self.context = drafter.new_context_cache()
-        self.waiting: list[list[torch.Tensor]] = []  # states of committed tokens that no draft needed yet
+        self.context = ContextFeed(drafter)
         self.policy = policy_for(drafter, target, generation_config)
         self.threshold = _confidence_threshold(generation_config)
         self.drafted: int | None = None  # in this round; None in a plain step
@@ -191,8 +189,7 @@ class DFlareCandidateGenerator(CandidateGenerator):
         limit = min(self.limit, self.max_length - input_ids.shape[1] - 1)
         if limit < 1 or not self.policy.wants_draft():
             return input_ids, None
-        self._commit()
-        logits = self.block.logits(self.block.hidden(input_ids[:, -1:], self.context), limit)
+        logits = self.block.logits(self.block.hidden(input_ids[:, -1:], self.context.commit()), limit)
         count = self._choose_count(logits)
         logits = logits[:, :count].to(input_ids.device)
         tokens, logits = self._choose(input_ids, logits)
@@ -206,7 +203,7 @@ class DFlareCandidateGenerator(CandidateGenerator):
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
         """Called by the loop after each pass; keeps the record. The prefill is no round."""
-        if not self.context.length and not self.waiting:
+        if not self.context.length:
             return
         self.accepted = int(num_matches)
         if self.drafted is None:
@@ -234,23 +231,12 @@ class DFlareCandidateGenerator(CandidateGenerator):
 
     def _keep_states(self, taps: list[torch.Tensor], n_last_matches: int) -> None:
         """Keeps the states of tokens that the last pass confirmed: of a prefill all but padding, else the accepted."""
-        if self.context.length or self.waiting:
+        if self.context.length:
             taps = [tap[:, : n_last_matches + 1] for tap in taps]
         elif self.padding is not None:
             real = self.padding[0, : taps[0].shape[1]].bool()
             taps = [tap[:, real.to(tap.device)] for tap in taps]
-        self.waiting.append(taps)
-        if sum(taps[0].shape[1] for taps in self.waiting) > MAX_WAITING:
-            self._commit()
-
-    def _commit(self) -> None:
-        """Projects the states that wait into the context cache."""
-        if self.waiting:
-            taps = [
-                torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0] for pieces in zip(*self.waiting, strict=True)
-            ]
-            self.drafter.extend_context(taps, self.context)
-            self.waiting = []
+        self.context.add(taps)
 
     def _choose(self, input_ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.block.choose(self.processors, self.do_sample, input_ids, logits, self.end)

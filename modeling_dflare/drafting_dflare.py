@@ -9,15 +9,68 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
+from transformers.generation.logits_process import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinPLogitsWarper,
+    PrefixConstrainedLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
+# Processors that ask nothing of the text so far.
+BLIND = {TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper}
+BLIND |= {EpsilonLogitsWarper, EtaLogitsWarper, InfNanRemoveLogitsProcessor, LogitNormalization}
 # What transformers fills in where nobody asked: no limit.
 STOCK_NUM_ASSISTANT_TOKENS = 20
+MAX_WAITING = 256  # committed tokens whose states may wait for the next draft
 
 _restricted: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # drafter -> head -> its restricted copy
+
+
+class ContextFeed:
+    """
+    The target's states on their way into a drafter's context cache. They wait until a draft needs them, so that plain steps
+    cost no more than ordinary decoding.
+    """
+
+    def __init__(self, drafter: PreTrainedModel):
+        self.drafter = drafter
+        self.cache = drafter.new_context_cache()
+        self.waiting: list[tuple[list[torch.Tensor], torch.Tensor | None]] = []
+
+    @property
+    def length(self) -> int:
+        """Tokens in the cache, and those that wait."""
+        return self.cache.length + self._waiting_tokens()
+
+    def add(self, taps: list[torch.Tensor], positions: torch.Tensor | None = None) -> None:
+        """T tensors (b, n, H) of committed tokens; `positions` (b, n) if they do not simply run on, and then always."""
+        self.waiting.append((taps, positions))
+        if self._waiting_tokens() > MAX_WAITING:
+            self.commit()
+
+    def commit(self) -> Any:
+        """The `ContextCache`, with what has waited."""
+        if self.waiting:
+            pieces, positions = zip(*self.waiting, strict=True)
+            taps = [torch.cat(states, dim=1) if len(pieces) > 1 else states[0] for states in zip(*pieces, strict=True)]
+            if positions[0] is None:
+                self.drafter.extend_context(taps, self.cache)
+            else:
+                self.drafter.extend_context(taps, self.cache, torch.cat(positions, dim=1))
+            self.waiting = []
+        return self.cache
+
+    def _waiting_tokens(self) -> int:
+        return sum(taps[0].shape[1] for taps, _ in self.waiting)
 
 
 class BlockDrafter:
@@ -74,20 +127,23 @@ class BlockDrafter:
         if not processors and not do_sample:
             return self.likeliest(logits), logits
         logits = self.whole(logits.float())
+        if are_blind(processors):
+            scores = self._some_left(processors(input_ids, logits[0]) if processors else logits[0])
+            return _pick(scores, do_sample).T, scores.unsqueeze(0)
         prefix, processed = input_ids, []
         for position in range(logits.shape[1]):
-            scores = processors(prefix, logits[:, position].clone()) if processors else logits[:, position]
-            if self.token_ids is not None:  # none of which the processors may have left; any other draft is as good
-                scores = scores.masked_fill(scores.isneginf().all(dim=-1, keepdim=True), 0.0)
+            scores = self._some_left(processors(prefix, logits[:, position].clone()))
             processed.append(scores)
-            if do_sample:
-                token = torch.multinomial(scores.softmax(dim=-1), num_samples=1)
-            else:
-                token = scores.argmax(dim=-1, keepdim=True)
-            prefix = torch.cat([prefix, token], dim=-1)
+            prefix = torch.cat([prefix, _pick(scores, do_sample)], dim=-1)
             if end is not None and fires(end, prefix):
                 break
         return prefix[:, input_ids.shape[1] :], torch.stack(processed, dim=1) if processed else logits
+
+    def _some_left(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores (n, V), all alike where processors left none of a draft vocabulary: any draft is as good there."""
+        if self.token_ids is None:
+            return scores
+        return scores.masked_fill(scores.isneginf().all(dim=-1, keepdim=True), 0.0)
 
     def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
         """Token ids (b, k) of the largest logits; `max` finds them sooner than `argmax` in bf16."""
@@ -161,6 +217,16 @@ def _drafting_head(drafter: PreTrainedModel, head: nn.Module) -> tuple[nn.Module
 def fires(criterion: Callable, ids: torch.Tensor) -> bool:
     """Whether a stopping criterion ends the sequence `ids` (1, length); one of a user's own may answer with a bool."""
     return bool(torch.as_tensor(criterion(ids, None)).any())
+
+
+def are_blind(processors) -> bool:
+    """Whether logits processors look at each row of scores alone, so that many places can pass through them at once."""
+    return all(type(processor) in BLIND for processor in processors)
+
+
+def _pick(scores: torch.Tensor, do_sample: bool) -> torch.Tensor:
+    """A token (n, 1) for each row of scores (n, V)."""
+    return torch.multinomial(scores.softmax(dim=-1), num_samples=1) if do_sample else scores.argmax(-1, keepdim=True)
 
 
 def is_strict(processor) -> bool:

@@ -299,7 +299,7 @@ class DFlareForBlockDiffusion(PreTrainedModel):
         taps: Sequence[torch.Tensor],
         cache: ContextCache,
         position_ids: torch.Tensor | None = None,
-        chunk: int = 1024,
+        chunk: int = 256,
     ) -> None:
         """
         Commits newly accepted tokens to the context cache, in chunks so that a long prompt needs no large temporaries.

@@ -99,7 +99,7 @@ def test_no_choice_changes_a_token(monkeypatch, spoiled):
     ordinary = greedy(target, prompt, max_new_tokens=60)
     make_oracle(drafter, greedy(target, prompt, max_new_tokens=80), spoiled)
     monkeypatch.setattr("dflare.candidates_dflare.policy_for", lambda *args: RandomPolicy())
-    monkeypatch.setattr("dflare.candidates_dflare.MAX_WAITING", 3)
+    monkeypatch.setattr("dflare.drafting_dflare.MAX_WAITING", 3)
     with drafter.record_drafts() as records:
         assert torch.equal(ordinary, greedy(target, prompt, max_new_tokens=60, assistant_model=drafter))
     assert len({r.drafted for r in records[0].rounds}) > 3
