@@ -1,16 +1,15 @@
 """The embedded pair: the real target, and the drafter that ships with the repository."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from dflare.commands.generate import encode
 from dflare.configuration.arguments import DEFAULT_DRAFTER, DEFAULT_TARGET
-from dflare.configuration.targets import GGUF_FILE, GGUF_MODULE, resolve_drafter, resolve_target
+from dflare.configuration.targets import resolve_drafter, resolve_target
 
 PROMPTS = [
     "Write a Python function that reverses a linked list.",
@@ -69,20 +68,6 @@ def test_long_answers(pair, prompt):
     expected, output, record = both(pair, prompt, max_new_tokens=200)
     assert output == expected
     assert record.acceptance_length > 1.3
-
-
-@pytest.mark.slow
-def test_the_target_left_in_its_quantised_blocks(pair):
-    """The GGUF file as it is: linear layers and head are quantised modules."""
-    _, drafter, tokenizer = pair
-    source = Path(importlib.util.find_spec(GGUF_MODULE).origin).parent
-    target = AutoModelForCausalLM.from_pretrained(
-        str(source), gguf_file=GGUF_FILE, quantization_config=GgufConfig(), dtype=torch.float32
-    )
-    assert any(type(module).__name__.startswith("Gguf") for module in target.modules())
-    expected, output, record = both((target, drafter, tokenizer), PROMPTS[0], max_new_tokens=40)
-    assert output == expected
-    assert record.rounds
 
 
 def test_the_shipped_weights_are_small_and_in_bfloat16(pair):
