@@ -65,7 +65,7 @@ def decode_batch(
         ValueError: for what is not served in batches, before anything is computed.
     """
     _check_call(generation_config, logits_processor, streamer, model_kwargs)
-    check_positions(target, input_ids.shape[1], generation_config.max_length)
+    check_positions(target, input_ids, model_kwargs, generation_config)
     served = {"generation_config": generation_config, "stopping_criteria": stopping_criteria}
     processors = [_row_processors(logits_processor, row, len(input_ids)) for row in range(len(input_ids))]
     together = _served_together(drafter, target, input_ids, generation_config, model_kwargs)

@@ -133,9 +133,7 @@ class DFlareCandidateGenerator(CandidateGenerator):
     ):
         check_cache(model_kwargs.get(CACHE_NAME))
         check_inputs(model_kwargs)
-        embeds = model_kwargs.get("inputs_embeds")
-        unnamed = 0 if embeds is None or input_ids.shape[1] else embeds.shape[1]  # positions that max_length leaves out
-        check_positions(target, unnamed + input_ids.shape[1], unnamed + generation_config.max_length)
+        check_positions(target, input_ids, model_kwargs, generation_config)
         self.drafter, self.block = drafter, BlockDrafter(drafter, target, input_ids)
         self.max_length = generation_config.max_length
         self.do_sample = generation_config.do_sample

@@ -117,11 +117,14 @@ def _check_adapter(target: PreTrainedModel) -> None:
             )
 
 
-def check_positions(target: PreTrainedModel, prompt_length: int, max_length: int) -> None:
+def check_positions(target: PreTrainedModel, input_ids, model_kwargs: dict, generation_config) -> None:
     """
     Raises `ValueError` where the target's RoPE would change while it decodes: types `dynamic` and `longrope` go by the last
     position of a pass, so tokens fed together would be turned otherwise than one by one.
     """
+    embeds = model_kwargs.get("inputs_embeds")
+    unnamed = 0 if embeds is None or input_ids.shape[1] else embeds.shape[1]  # positions that max_length leaves out
+    prompt_length, max_length = (unnamed + length for length in (input_ids.shape[1], generation_config.max_length))
     text: Any = target.config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     for entry in rope.values() if "full_attention" in rope else (rope,):

@@ -45,16 +45,18 @@ class ContextFeed:
         self.drafter = drafter
         self.cache = drafter.new_context_cache()
         self.waiting: list[tuple[list[torch.Tensor], torch.Tensor | None]] = []
+        self.num_waiting = 0  # tokens
 
     @property
     def length(self) -> int:
         """Tokens in the cache, and those that wait."""
-        return self.cache.length + self._waiting_tokens()
+        return self.cache.length + self.num_waiting
 
     def add(self, taps: list[torch.Tensor], positions: torch.Tensor | None = None) -> None:
         """T tensors (b, n, H) of committed tokens; `positions` (b, n) if they do not simply run on, and then always."""
         self.waiting.append((taps, positions))
-        if self._waiting_tokens() > MAX_WAITING:
+        self.num_waiting += taps[0].shape[1]
+        if self.num_waiting > MAX_WAITING:
             self.commit()
 
     def commit(self) -> Any:
@@ -66,11 +68,8 @@ class ContextFeed:
                 self.drafter.extend_context(taps, self.cache)
             else:
                 self.drafter.extend_context(taps, self.cache, torch.cat(positions, dim=1))
-            self.waiting = []
+            self.waiting, self.num_waiting = [], 0
         return self.cache
-
-    def _waiting_tokens(self) -> int:
-        return sum(taps[0].shape[1] for taps, _ in self.waiting)
 
 
 class BlockDrafter:

@@ -260,9 +260,10 @@ def main() -> int:
         target, counts, wrong = build(name), collections.Counter(), []
         for label, option in OPTIONS.items():
             result = outcome(target, option)
-            counts[result if as_promised(option, result) else "wrong"] += 1
             if not as_promised(option, result):
                 wrong.append(f"{name}: {label}: {result}")
+                result = "wrong"
+            counts[result] += 1
         total += counts
         row = " | ".join(str(counts[kind]) for kind in (EXACT, REFUSED, UNSERVED, "wrong"))
         print(f"| {name} | {row} |", *wrong, sep="\n", flush=True)
