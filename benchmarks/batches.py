@@ -1,21 +1,21 @@
 """
 Batches: tokens per second of ordinary batched decoding and of the drafter, on the same prompts in groups of each size, both
-ways in turn; and whether each row is what it is on its own.
+ways in turn and the whole repeated; and whether each row is what it is on its own.
 
     python benchmarks/batches.py --benchmarks DIR --dtype float32 --output benchmarks/results/batches-float32.json
 """
 
 import argparse
 import json
+import statistics
 import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
 
 from dflare.commands.generate import timed
 from dflare.configuration.arguments import DEFAULT_DRAFTER, DEFAULT_TARGET
-from dflare.configuration.targets import load_pretrained, resolve_drafter, resolve_target
+from dflare.configuration.targets import load_pair
 from prompts import FORMATS, draw_prompts
 
 SIZES = (1, 4, 8, 16)
@@ -52,18 +52,33 @@ def run_size(target, arms: dict, batches: list, max_new_tokens: int) -> dict[str
     return results
 
 
+def measure_size(target, arms: dict, batches: list, max_new_tokens: int, repeats: int) -> dict:
+    """Medians of `repeats` runs over all batches: tokens per second of each arm and their ratio; and the last answers."""
+    run_size(target, arms, batches[:1], 16)  # so that each size starts warm
+    speeds: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(repeats):
+        results = run_size(target, arms, batches, max_new_tokens)
+        for name, result in results.items():
+            speeds[name].append(sum(map(len, result["answers"])) / result["seconds"])
+    ratios = [ours / ordinary for ours, ordinary in zip(speeds["dflare"], speeds["ordinary"], strict=True)]
+    return {
+        "tokens_per_second": {name: statistics.median(runs) for name, runs in speeds.items()},
+        "speed_up": statistics.median(ratios),
+        "speed_ups": ratios,
+        "answers": {name: result["answers"] for name, result in results.items()},
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--benchmarks", type=Path, required=True, help="folder with the six benchmarks' JSONL files")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    folder = resolve_target(DEFAULT_TARGET)
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    target = load_pretrained("AutoModelForCausalLM", folder, args.dtype)
-    drafter = load_pretrained("AutoModel", resolve_drafter(DEFAULT_DRAFTER), args.dtype)
+    target, drafter, tokenizer = load_pair(DEFAULT_TARGET, DEFAULT_DRAFTER, args.dtype, padding_side="left")
     per_file = -(-args.prompts // len(FORMATS))
     drawn = [draw_prompts(args.benchmarks, name, per_file, seed=0) for name in FORMATS]
     texts = [prompt["text"] for row in zip(*drawn, strict=True) for prompt in row][: args.prompts]
@@ -73,20 +88,17 @@ def main() -> None:
     print("| rows | ordinary tok/s | DFlare tok/s | speed-up | rows as on their own | rows as in the ordinary batch |")
     print("| ---: | ---: | ---: | ---: | ---: | ---: |")
     for size in SIZES:
-        batches = groups_of(texts, size, tokenizer)
-        run_size(target, arms, batches[:1], 16)  # so that each size starts warm
-        results = run_size(target, arms, batches, args.max_new_tokens)
-        ordinary, ours = results["ordinary"], results["dflare"]
-        alone = alone or ordinary["answers"]
-        speeds = {name: sum(map(len, r["answers"])) / r["seconds"] for name, r in results.items()}
+        found = measure_size(target, arms, groups_of(texts, size, tokenizer), args.max_new_tokens, args.repeats)
+        answers = found.pop("answers")
+        alone = alone or answers["ordinary"]
         same = [
-            sum(mine == its for mine, its in zip(ours["answers"], other, strict=True))
-            for other in (alone, ordinary["answers"])
+            sum(mine == its for mine, its in zip(answers["dflare"], other, strict=True))
+            for other in (alone, answers["ordinary"])
         ]
-        report["sizes"][size] = {"tokens_per_second": speeds, "as_alone": same[0], "as_ordinary_batch": same[1]}
-        ratio = speeds["dflare"] / speeds["ordinary"]
+        report["sizes"][size] = {**found, "as_alone": same[0], "as_ordinary_batch": same[1]}
+        ordinary, ours = found["tokens_per_second"].values()
         counts = " | ".join(f"{count} of {len(texts)}" for count in same)
-        print(f"| {size} | {speeds['ordinary']:.1f} | {speeds['dflare']:.1f} | {ratio:.2f} | {counts} |", flush=True)
+        print(f"| {size} | {ordinary:.1f} | {ours:.1f} | {found['speed_up']:.2f} | {counts} |", flush=True)
     if args.output:
         args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 

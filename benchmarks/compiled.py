@@ -1,6 +1,7 @@
 """
 Does `torch.compile` help here? Ordinary decoding and whole blocks, with nothing, the drafter, or target and drafter
-compiled; after a warm-up on the same prompts, so that no compilation is timed. Shapes are dynamic: the context grows.
+compiled; after a warm-up on the same prompts, so that no compilation is timed. Shapes are dynamic, since the context grows;
+with `--static` the target's cache has a fixed size.
 
     python benchmarks/compiled.py --dtype float32
 """
@@ -8,51 +9,54 @@ compiled; after a warm-up on the same prompts, so that no compilation is timed. 
 import argparse
 import functools
 import statistics
-import time
+from collections.abc import Callable
 
 import torch
-from transformers import AutoTokenizer
 
 from dflare.commands.generate import encode, timed
 from dflare.configuration.arguments import DEFAULT_DRAFTER, DEFAULT_TARGET, CheckArguments
-from dflare.configuration.targets import load_pretrained, resolve_drafter, resolve_target
+from dflare.configuration.targets import load_pair
 
 REPEATS = 3
+
+
+def make_runs(dtype: str, options: dict) -> dict[str, Callable]:
+    """The ways to be compared, as functions of a prompt's inputs."""
+    runs: dict[str, Callable] = {}
+    for compiled in ((), ("drafter",), ("target", "drafter")):
+        target, drafter, _ = load_pair(DEFAULT_TARGET, DEFAULT_DRAFTER, dtype)
+        drafter.config.draft_policy = "fixed"
+        for name, model in (("target", target), ("drafter", drafter)):
+            if name in compiled:
+                model.forward = torch.compile(model.forward, dynamic=True)
+        for label, assistant in (("ordinary", None), ("whole block", drafter)):
+            if assistant is not None or compiled != ("drafter",):
+                name = f"{label}, {' and '.join(compiled) or 'nothing'} compiled"
+                runs[name] = functools.partial(target.generate, **options, assistant_model=assistant)
+    return runs
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--static", action="store_true", help="cache_implementation='static'")
     args = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(resolve_target(DEFAULT_TARGET))
+    options = {"max_new_tokens": args.max_new_tokens, "do_sample": False, "disable_compile": True}
+    options |= {"cache_implementation": "static"} if args.static else {}
+    *_, tokenizer = load_pair(DEFAULT_TARGET, DEFAULT_DRAFTER, args.dtype)
     prompts = [encode(prompt, tokenizer) for prompt in CheckArguments().prompts]
-    options = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
-    runs: dict[str, list] = {}
-    for compiled in ((), ("drafter",), ("target", "drafter")):
-        models = {
-            "target": load_pretrained("AutoModelForCausalLM", resolve_target(DEFAULT_TARGET), args.dtype),
-            "drafter": load_pretrained("AutoModel", resolve_drafter(DEFAULT_DRAFTER), args.dtype),
-        }
-        models["drafter"].config.draft_policy = "fixed"
-        for name in compiled:
-            models[name].forward = torch.compile(models[name].forward, dynamic=True)
-        for label, assistant in (("ordinary", None), ("whole block", models["drafter"])):
-            if assistant is not None or compiled != ("drafter",):
-                generate = functools.partial(models["target"].generate, **options, assistant_model=assistant)
-                runs[f"{label}, {' and '.join(compiled) or 'nothing'} compiled"] = generate
+    runs = make_runs(args.dtype, options)
     for name, generate in runs.items():
-        start = time.perf_counter()
-        for inputs in prompts:
-            generate(**inputs)
-        print(f"{name}: warm after {time.perf_counter() - start:.0f} s", flush=True)
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
+        seconds = timed(lambda generate=generate: [generate(**inputs) for inputs in prompts])[1]
+        print(f"{name}: warm after {seconds:.0f} s", flush=True)
+    spent: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(REPEATS):
         for name, generate in runs.items():
-            seconds[name].append(sum(timed(functools.partial(generate, **inputs))[1] for inputs in prompts))
-    base = statistics.median(next(iter(seconds.values())))
-    for name, spent in seconds.items():
-        print(f"{name:45} {base / statistics.median(spent):5.2f} times ordinary decoding, nothing compiled")
+            spent[name].append(timed(lambda generate=generate: [generate(**inputs) for inputs in prompts])[1])
+    base = statistics.median(next(iter(spent.values())))
+    for name, seconds in spent.items():
+        print(f"{name:45} {base / statistics.median(seconds):5.2f} times ordinary decoding, nothing compiled")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from training_step import median_seconds
 from dflare.candidates_dflare import request_taps
 from dflare.checks_dflare import CACHE_NAME
 from dflare.configuration.arguments import DEFAULT_DRAFTER, DEFAULT_TARGET
-from dflare.configuration.targets import load_pretrained, resolve_drafter, resolve_target
+from dflare.configuration.targets import load_pair
 from dflare.drafting_dflare import BlockDrafter
 
 CONTEXT = 150
@@ -25,8 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     dtype = parser.parse_args().dtype
-    target = load_pretrained("AutoModelForCausalLM", resolve_target(DEFAULT_TARGET), dtype)
-    drafter = load_pretrained("AutoModel", resolve_drafter(DEFAULT_DRAFTER), dtype)
+    target, drafter, _ = load_pair(DEFAULT_TARGET, DEFAULT_DRAFTER, dtype)
     ids = torch.randint(20, 40_000, (1, CONTEXT))
     filled = getattr(target(input_ids=ids, use_cache=True), CACHE_NAME)
     taps = [

@@ -1,7 +1,7 @@
 """
 How much sooner, and where the time goes: ordinary decoding, prompt lookup, transformers' native DFlash loop with the same
-weights, blocks of fixed length, and the adaptive choice, in turn on the same prompts in one process. Then the same with a
-drafter of random weights, whose drafts fail: no harm must be done.
+weights, whole blocks without and with the drafter's draft vocabulary, and the adaptive choice, in turn on the same prompts
+in one process. Then the same with a drafter of random weights, whose drafts fail: no harm must be done.
 
     python benchmarks/speed.py --benchmarks DIR --output benchmarks/results/speed.json
 
@@ -26,9 +26,8 @@ from transformers import AutoTokenizer, set_seed
 from dflare.candidates_dflare import record_drafts
 from dflare.commands.generate import encode
 from dflare.configuration.arguments import DEFAULT_DRAFTER, DEFAULT_TARGET
-from dflare.configuration.targets import load_pretrained, resolve_drafter, resolve_target
+from dflare.configuration.targets import load_pair, resolve_target
 from dflare.drafting_dflare import BlockDrafter
-from dflare.training.data import load_responses, response_token_ids
 from prompts import FORMATS, draw_prompts
 
 LOOKUP_TOKENS = 3  # what prompt lookup proposes; more costs it more than it gains here
@@ -60,21 +59,20 @@ class Clock:
         setattr(owner, method, wrapper)
 
 
-def make_arms(drafter, clock: Clock, token_ids) -> dict[str, dict]:
+def make_arms(drafter, clock: Clock) -> dict[str, dict]:
     """What each arm passes to `generate()`."""
-    fixed, adaptive, few = (copy.deepcopy(drafter) for _ in range(3))
-    for assistant, policy in ((fixed, "fixed"), (adaptive, "adaptive"), (few, "fixed")):
+    fixed, unrestricted, adaptive = (copy.deepcopy(drafter) for _ in range(3))
+    for assistant, policy in ((fixed, "fixed"), (unrestricted, "fixed"), (adaptive, "adaptive")):
         assistant.config.draft_policy = policy
         for method in ("forward", "extend_context"):
             clock.watch(assistant, method, "drafter")
-    few.set_draft_vocabulary(token_ids)
-    restricted = {} if token_ids is None else {f"whole block of {len(token_ids):,} tokens": {"assistant_model": few}}
+    unrestricted.set_draft_vocabulary(None)
     return {
         "ordinary": {},
         "prompt lookup": {"prompt_lookup_num_tokens": LOOKUP_TOKENS},
         "native DFlash": {"assistant_model": fixed, "speculation_type": "dflash"},
+        "whole block, whole vocabulary": {"assistant_model": unrestricted},
         "whole block": {"assistant_model": fixed},
-        **restricted,
         "adaptive": {"assistant_model": adaptive},
     }
 
@@ -138,10 +136,9 @@ def table(title: str, summary: dict) -> str:
     return "\n".join(lines)
 
 
-def measure(dtype: str, temperature: float, prompts: list, token_ids, args, clock: Clock, report: dict) -> None:
+def measure(dtype: str, temperature: float, prompts: list, args, clock: Clock, report: dict) -> None:
     """All arms with the drafter, then ordinary and adaptive with one of random weights."""
-    target = load_pretrained("AutoModelForCausalLM", resolve_target(DEFAULT_TARGET), dtype)
-    drafter = load_pretrained("AutoModel", resolve_drafter(DEFAULT_DRAFTER), dtype)
+    target, drafter, _ = load_pair(DEFAULT_TARGET, DEFAULT_DRAFTER, dtype)
     torch.manual_seed(0)
     hostile = type(drafter)(drafter.config).to(target.dtype).eval()
     clock.watch(target, "forward", "target")
@@ -150,7 +147,7 @@ def measure(dtype: str, temperature: float, prompts: list, token_ids, args, cloc
     options |= {"temperature": temperature, "top_k": 0} if temperature else {}
     name = f"{dtype}, {'greedy' if not temperature else f'temperature {temperature:g}'}"
     for label, assistant in ((name, drafter), (f"{name}, drafter of random weights", hostile)):
-        arms = make_arms(assistant, clock, token_ids)
+        arms = make_arms(assistant, clock)
         if assistant is hostile:
             arms = {arm: arms[arm] for arm in ("ordinary", "adaptive")}
         report["results"][label] = summarise(race(target, prompts, arms, options, clock))
@@ -164,11 +161,8 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
-    parser.add_argument("--responses", help="parquet file of responses: an arm that drafts their commonest tokens only")
-    parser.add_argument("--draft-vocab-size", type=int, default=8000)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    token_ids = args.responses and response_token_ids(load_responses(args.responses), args.draft_vocab_size)
     tokenizer = AutoTokenizer.from_pretrained(resolve_target(DEFAULT_TARGET))
     drawn = [prompt for name in FORMATS for prompt in draw_prompts(args.benchmarks, name, args.per_benchmark, seed=0)]
     prompts = [encode(prompt["text"], tokenizer) for prompt in drawn]
@@ -178,7 +172,7 @@ def main() -> None:
     report |= {"threads": torch.get_num_threads(), "results": {}}
     for dtype in args.dtypes:
         for temperature in args.temperatures:
-            measure(dtype, temperature, prompts, token_ids, args, clock, report)
+            measure(dtype, temperature, prompts, args, clock, report)
             if args.output:
                 args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 

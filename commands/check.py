@@ -6,12 +6,11 @@ from dataclasses import dataclass
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from dflare.checks_dflare import CACHE_NAME
 from dflare.configuration.arguments import CheckArguments
-from dflare.configuration.targets import load_pretrained, resolve_drafter, resolve_target
+from dflare.configuration.targets import load_pair
 
 from .generate import encode, timed
 
@@ -38,10 +37,7 @@ def run(args: CheckArguments) -> int:
     """Prints the findings; status 1 if the pair cannot be used losslessly."""
     console = Console(highlight=False)
     disable_progress_bar()
-    folder = resolve_target(args.target)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    target = load_pretrained("AutoModelForCausalLM", folder, args.dtype)
-    drafter = load_pretrained("AutoModel", resolve_drafter(args.drafter), args.dtype)
+    target, drafter, tokenizer = load_pair(args.target, args.drafter, args.dtype)
     drafter.check_target(target, target.generation_config)
     prompts = [encode(prompt, tokenizer).to(target.device) for prompt in args.prompts]
     table = Table(title=f"{args.target} with {args.drafter}, {str(target.dtype).removeprefix('torch.')}")

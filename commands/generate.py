@@ -8,12 +8,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedTokenizerBase, set_seed
 from transformers.utils.logging import disable_progress_bar
 
 from dflare.candidates_dflare import DraftRecord, record_drafts
 from dflare.configuration.arguments import GenerateArguments
-from dflare.configuration.targets import load_pretrained, resolve_drafter, resolve_target
+from dflare.configuration.targets import load_pair
 
 WARM_UP_TOKENS = 8
 STYLES = ("black on bright_green", "black on bright_cyan")
@@ -52,11 +52,8 @@ class GroupStreamer:
 def run(args: GenerateArguments) -> int:
     """Answers the prompt; status 1 if a comparison was asked for and greedy output differs."""
     console = Console(highlight=False)
-    drafter_folder, folder = resolve_drafter(args.drafter), resolve_target(args.target)
     disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    target = load_pretrained("AutoModelForCausalLM", folder, args.dtype)
-    drafter = load_pretrained("AutoModel", drafter_folder, args.dtype)
+    target, drafter, tokenizer = load_pair(args.target, args.drafter, args.dtype)
     inputs = encode(args.prompt, tokenizer).to(target.device)
     options: dict = {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}
     if args.temperature > 0:

@@ -35,6 +35,23 @@ def load_pretrained(kind: str, folder: str, dtype: str):
     return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def load_pair(target: str, drafter: str, dtype: str, **tokenizer_options):
+    """
+    Target, drafter and tokenizer by their names, as the commands take them; the drafter in the target's dtype.
+
+    Raises:
+        ValueError: as `resolve_target` and `resolve_drafter` do.
+    """
+    from transformers import AutoTokenizer
+
+    drafter_folder, folder = resolve_drafter(drafter), resolve_target(target)
+    return (
+        load_pretrained("AutoModelForCausalLM", folder, dtype),
+        load_pretrained("AutoModel", drafter_folder, dtype),
+        AutoTokenizer.from_pretrained(folder, **tokenizer_options),
+    )
+
+
 def resolve_drafter(name: str) -> str:
     """
     What `from_pretrained` takes for `name`: the embedded drafter as a local folder, anything else as it is.

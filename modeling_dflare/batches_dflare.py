@@ -1,9 +1,9 @@
 """
 Several sequences in one call, which transformers' own assisted loop refuses (and single ones of a target whose weights are
-all offloaded, on which it breaks down). All rows draft and verify together; where a
-row accepts fewer drafts than another, its rejected ones stay behind as columns that the attention mask hides, in the
-target's cache and in the drafter's context alike. Such columns are cleared away when they become many, and finished rows
-leave the batch. Targets and calls that cannot be served so are decoded row by row, each by transformers' loop.
+all offloaded, on which it breaks down). All rows draft and verify together; where a row accepts fewer drafts than another,
+its rejected ones stay behind as columns that the attention mask hides, in the target's cache and in the drafter's context
+alike. Such columns are cleared away when they become many, and finished rows leave the batch. Targets and calls that cannot
+be served so are decoded row by row, each by transformers' loop.
 """
 
 import copy
@@ -23,14 +23,9 @@ from transformers.generation.logits_process import (
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from .candidates_dflare import (
-    DraftRound,
-    new_record,
-    request_taps,
-    select_taps,
-)
+from .candidates_dflare import DraftRound, new_record, request_taps, select_taps
 from .checks_dflare import CACHE_NAME, check_cache, check_positions
-from .drafting_dflare import BlockDrafter, ContextFeed, are_blind, draft_limit, fires, is_strict
+from .drafting_dflare import BlockDrafter, ContextFeed, are_blind, confidences_of, draft_limit, fires, is_strict
 from .policy_dflare import policy_for
 
 # Inputs of the target that this loop makes itself, so that it may drop those of the call.
@@ -108,7 +103,7 @@ class BatchDecoder:
         self.plain = not any(processors) and not self.do_sample
         self.limit = draft_limit(drafter.config, generation_config)
         self.max_length = min(c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria))
-        self.policy = policy_for(drafter, target, generation_config, batch_size=len(input_ids))
+        self.policy = policy_for(drafter, target, generation_config, len(input_ids))
         self.cache, self.context = model_kwargs[CACHE_NAME], ContextFeed(drafter)
         self.prefill_kwargs = {key: model_kwargs[key] for key in ("logits_to_keep",) if key in model_kwargs}
         self.texts = list(input_ids.split(1))
@@ -151,7 +146,7 @@ class BatchDecoder:
         self._keep_columns(outputs, positions, accepted, drafts.shape[1])
         before = [self.texts[row].shape[1] for row in self.rows]
         ended = self._add_tokens(chosen)
-        going_on = [count for count, end in zip(accepted, ended, strict=True) if not end]
+        going_on = [None if end else count for count, end in zip(accepted, ended, strict=True)]
         for row, length, end in zip(self.rows, before, ended, strict=True):
             if drafting:
                 added = self.texts[row].shape[1] - length
@@ -180,7 +175,12 @@ class BatchDecoder:
         """Draft tokens (b, k) and their processed logits (b, k, V)."""
         positions = self._positions(self.drafter.config.block_size)
         hidden = self.block.hidden(anchors, self.context.commit(), self.valid, positions)
-        logits = self.block.logits(hidden, self.policy.choose(limit)).to(anchors.device)
+        if self.policy.wants_confidences:
+            logits = self.block.logits(hidden, limit)
+            logits = logits[:, : self.policy.choose(limit, confidences_of(logits))]
+        else:
+            logits = self.block.logits(hidden, self.policy.choose(limit))
+        logits = logits.to(anchors.device)
         if self.plain:
             return self.block.likeliest(logits), logits
         rows = [

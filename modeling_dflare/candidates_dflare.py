@@ -17,7 +17,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from .checks_dflare import CACHE_NAME, VERSION, check_cache, check_inputs, check_positions
-from .drafting_dflare import BlockDrafter, ContextFeed, draft_limit, fires, is_strict
+from .drafting_dflare import BlockDrafter, ContextFeed, confidences_of, draft_limit, fires, is_strict
 from .policy_dflare import policy_for
 
 # Up to 5.22 a list given as `output_hidden_states` names decoder layers; from 5.23 on, places in the usual tuple.
@@ -221,11 +221,11 @@ class DFlareCandidateGenerator(CandidateGenerator):
         """How many of the drafts to verify, by their distributions (1, limit, V) before any processor."""
         if not self.policy.wants_confidences and self.threshold is None:
             return self.policy.choose(logits.shape[1])
-        confidences = logits.softmax(dim=-1).amax(dim=-1).nan_to_num()[0].tolist()
+        confidences = confidences_of(logits)[0]
         if self.threshold is not None:
             below = [place for place, confidence in enumerate(confidences) if confidence < self.threshold]
             confidences = confidences[: below[0]] if below else confidences
-        return self.policy.choose(len(confidences), confidences)
+        return self.policy.choose(len(confidences), [confidences])
 
     def _keep_states(self, taps: list[torch.Tensor], n_last_matches: int) -> None:
         """Keeps the states of tokens that the last pass confirmed: of a prefill all but padding, else the accepted."""

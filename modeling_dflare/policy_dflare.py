@@ -17,9 +17,9 @@ PLAIN_SAMPLES = 3  # plain steps measured before the first draft
 REFRESH = (8, 64)  # every so many rounds a plain step, so that their cost stays known: where the gain is small, else
 SMALL_GAIN = 1.15
 HARM = 0.01  # share of the time that may be lost on looking whether drafting pays again
-PAUSES = (8, 256)  # plain steps between such looks at most: after the first that failed, doubling to
+PAUSES = (8, 256)  # plain steps between such looks at most: after the first that failed (for each row), doubling to
 MEMORY = 0.9  # weight that what earlier drafted rounds gained keeps with each new one
-HOPE = (2, 2.5)  # drafted rounds, of so many tokens each, that are believed in before any was seen
+HOPE = (2, 2.5)  # drafted rounds (of one row), of so many tokens each, that are believed in before any was seen
 PAST = 0.25  # weight that all of it keeps when drafting pauses
 BUCKETS = 16  # of confidences
 PRIOR = 4.0  # drafts that a bucket's confidence itself counts for
@@ -33,16 +33,21 @@ class PairStatistics:
     """
     What is known of a drafter and its target on this machine, shared by their calls: costs and acceptance. Threads may
     share it; a lost update costs an estimate its newest value, no more.
+
+    Args:
+        num_rows: sequences decoded together; a round says as much as that many rounds of one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_rows: int = 1) -> None:
+        self.num_rows = num_rows
         self.times: dict[int | None, deque[float]] = {}  # None: plain steps; k: rounds that verified k drafts
         self.counts: dict[tuple, tuple[float, float]] = {}  # accepted and reached drafts of a bucket
         self.total = (0.0, 0.0)  # drafts accepted, and how many the confidences of those reached promised
         self.drafting: deque[float] = deque(maxlen=KEPT_TIMES)  # seconds of the draft alone
         self.gained: tuple[float, float] | None = None  # tokens and seconds of drafted rounds, the latest weighing most
         self.pause = 0  # plain steps to take before drafting is tried again
-        self.longest_pause = PAUSES[0]
+        self.shortest_pause = min(PAUSES[0] * num_rows, PAUSES[1])
+        self.longest_pause = self.shortest_pause
         self.looking = True  # whether drafting is to be judged anew
 
     def note_time(self, drafts: int | None, seconds: float) -> None:
@@ -61,7 +66,8 @@ class PairStatistics:
         a pause begins, the longer the more a round loses and the oftener that was seen; the past then keeps little
         weight, so that one good round can end the pauses.
         """
-        past = self.gained or (HOPE[0] * HOPE[1], HOPE[0] * seconds)
+        hope = HOPE[0] / self.num_rows
+        past = self.gained or (hope * HOPE[1], hope * seconds)
         self.gained = (MEMORY * past[0] + tokens, MEMORY * past[1] + seconds)
         plain = self.plain_seconds or seconds
         gain = self.gained[0] * plain / self.gained[1]
@@ -69,7 +75,7 @@ class PairStatistics:
         if self.looking:
             self.gained = (PAST * self.gained[0], PAST * self.gained[1])
             self.pause = min(1 + int((1 - gain) * seconds / plain / HARM), self.longest_pause)
-        self.longest_pause = min(2 * self.longest_pause, PAUSES[1]) if self.looking else PAUSES[0]
+        self.longest_pause = min(2 * self.longest_pause, PAUSES[1]) if self.looking else self.shortest_pause
         return gain
 
     def chance(self, bucket: tuple) -> float:
@@ -112,14 +118,14 @@ class FixedPolicy:
         """Whether this round drafts at all."""
         return True
 
-    def choose(self, limit: int, confidences: Sequence[float] | None = None) -> int:
-        """How many of `limit` drafts to verify, given each one's confidence where those are wanted."""
+    def choose(self, limit: int, confidences: Sequence[Sequence[float]] | None = None) -> int:
+        """How many of `limit` drafts to verify, given each row's confidence in each where those are wanted."""
         return limit
 
-    def end_round(self, drafts: int | None, accepted: Sequence[int], cut: bool = False) -> None:
+    def end_round(self, drafts: int | None, accepted: Sequence[int | None], cut: bool = False) -> None:
         """
-        A round's outcome: `drafts` is None for a plain step, `accepted` holds each row's count, `cut` says that something
-        else than a rejection ended it.
+        A round's outcome: `drafts` is None for a plain step, `accepted` holds each row's count (None if its text ended),
+        `cut` says that something else than a rejection ended it.
         """
 
 
@@ -138,7 +144,7 @@ class AdaptivePolicy(FixedPolicy):
         self.known = known
         self.wants_confidences = wants_confidences
         self.start = 0.0
-        self.buckets: list = []  # of this round's drafts
+        self.buckets: list[list[tuple]] = []  # of this round's drafts: for each row, or one for all
         self.expected = 1.0  # tokens of this round
         self.refresh = REFRESH[0]
         self.steps = 0  # since the last plain step
@@ -155,50 +161,52 @@ class AdaptivePolicy(FixedPolicy):
         self.steps = 0
         return False
 
-    def choose(self, limit: int, confidences: Sequence[float] | None = None) -> int:
+    def choose(self, limit: int, confidences: Sequence[Sequence[float]] | None = None) -> int:
         self.known.drafting.append(time.perf_counter() - self.start)
-        buckets = [bucket_of(place, c) for place, c in enumerate(confidences or [None] * limit)]
-        chances, seconds = [self.known.chance(b) for b in buckets], self.known.round_seconds(limit)
-        count = max(best_prefix(chances, seconds), min(limit, int(self.known.looking)))  # only verified drafts can tell
-        self.buckets, self.expected = buckets[:count], expected_tokens(chances[:count])
+        rows: Sequence[Sequence[float | None]] = confidences or [[None] * limit]
+        self.buckets = [[bucket_of(*draft) for draft in enumerate(row)] for row in rows]
+        tokens = expected_tokens([[self.known.chance(bucket) for bucket in row] for row in self.buckets])
+        count = best_prefix(tokens, self.known.round_seconds(limit))
+        count = max(count, min(limit, int(self.known.looking)))  # only verified drafts can tell
+        self.expected = tokens[count]
         return count
 
-    def end_round(self, drafts: int | None, accepted: Sequence[int], cut: bool = False) -> None:
+    def end_round(self, drafts: int | None, accepted: Sequence[int | None], cut: bool = False) -> None:
         seconds = time.perf_counter() - self.start
         self.known.note_time(drafts, seconds)
-        if drafts is not None and accepted:
-            for count in accepted:
-                self.known.note_drafts(self.buckets[: count if cut else drafts], count)
-            # What was expected is steadier than what came, but only what came can prove it wrong.
-            tokens = (self.expected + sum(accepted) / len(accepted) + 1) / 2
-            gain = self.known.note_gain(tokens, seconds)
-            self.refresh = REFRESH[gain > SMALL_GAIN]
+        counts = [count for count in accepted if count is not None]
+        if drafts is None or not counts:
+            return
+        for count, buckets in zip(accepted, itertools.cycle(self.buckets)):
+            if count is not None:
+                self.known.note_drafts(buckets[: count if cut else drafts], count)
+        # What was expected is steadier than what came, but only what came can prove it wrong.
+        tokens = (self.expected + statistics.fmean(counts) + 1) / 2
+        self.refresh = REFRESH[self.known.note_gain(tokens, seconds) > SMALL_GAIN]
 
 
-def policy_for(drafter, target, generation_config, batch_size: int = 1) -> FixedPolicy:
+def policy_for(drafter, target, generation_config, num_rows: int = 1) -> FixedPolicy:
     """The policy of one call of `generate()`, by the drafter's `draft_policy`."""
     if drafter.config.draft_policy == "fixed":
         return FixedPolicy()
     pairs = _known.setdefault(drafter, weakref.WeakKeyDictionary())
-    kind = (bool(generation_config.do_sample), batch_size)
-    known = pairs.setdefault(target, {}).setdefault(kind, PairStatistics())
-    return AdaptivePolicy(known, wants_confidences=drafter.device.type == "cpu" and batch_size == 1)
+    kind = (bool(generation_config.do_sample), num_rows)
+    known = pairs.setdefault(target, {}).setdefault(kind, PairStatistics(num_rows))
+    return AdaptivePolicy(known, wants_confidences=drafter.device.type == "cpu")
 
 
-def expected_tokens(chances: Sequence[float]) -> float:
-    """Tokens that a round gives on average, the target's own included, if each draft holds with its chance."""
-    return 1.0 + sum(itertools.accumulate(chances, operator.mul))
-
-
-def best_prefix(chances: Sequence[float], seconds: Sequence[float]) -> int:
+def expected_tokens(chances: Sequence[Sequence[float]]) -> list[float]:
     """
-    The number of drafts with the most expected tokens per second.
-
-    Args:
-        chances: for each draft, that it is accepted if all before it were.
-        seconds: cost of verifying 0..len(chances).
+    Tokens that a round gives on average, the target's own included, if 0, 1, ... drafts are verified and each holds with
+    its chance; the mean of the rows.
     """
-    return max(range(len(chances) + 1), key=lambda count: expected_tokens(chances[:count]) / seconds[count])
+    rows = [list(itertools.accumulate(itertools.accumulate(row, operator.mul), initial=1.0)) for row in chances]
+    return [statistics.fmean(column) for column in zip(*rows, strict=True)]
+
+
+def best_prefix(tokens: Sequence[float], seconds: Sequence[float]) -> int:
+    """The number of drafts with the most tokens per second, by what verifying 0, 1, ... gives and costs."""
+    return max(range(len(tokens)), key=lambda count: tokens[count] / seconds[count])
 
 
 def bucket_of(place: int, confidence: float | None) -> tuple[int, float]:

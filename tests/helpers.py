@@ -8,6 +8,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from dflare import DFlareConfig, DFlareForBlockDiffusion
 from dflare.candidates_dflare import DFlareCandidateGenerator
+from dflare.policy_dflare import FixedPolicy
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -39,6 +40,18 @@ def tiny_drafter(target, block_size: int = 4, seed: int = 1, **overrides) -> DFl
     )
     config = DFlareConfig.from_target(target.config, **fields)
     return DFlareForBlockDiffusion(config).to(target.dtype).eval()
+
+
+class ByConfidence(FixedPolicy):
+    """Verifies the drafts before the first that is less likely, as the adaptive policy may; of a batch, of its last row."""
+
+    wants_confidences = True
+
+    def __init__(self, least: float):
+        self.least = least
+
+    def choose(self, limit, confidences=None):
+        return next((place for place, confidence in enumerate(confidences[-1]) if confidence < self.least), limit)
 
 
 class OracleGenerator(DFlareCandidateGenerator):
@@ -92,9 +105,20 @@ def prompt_of(length: int, vocab_size: int = 64, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, vocab_size, (1, length), generator=torch.Generator().manual_seed(seed))
 
 
+def prompts_of(rows: int, length: int, vocab_size: int = 64) -> torch.Tensor:
+    """Different random prompts (rows, length)."""
+    return torch.cat([prompt_of(length, vocab_size, seed=row) for row in range(rows)])
+
+
 def greedy(target, input_ids, **options):
-    """The same call without a drafter."""
+    """A greedy call; without `assistant_model` ordinary decoding."""
     return target.generate(input_ids=input_ids, do_sample=False, **options)
+
+
+def both(target, drafter, batch, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """Greedy output of ids or of a batch's inputs, without and with the drafter."""
+    inputs, options = batch if isinstance(batch, dict) else {"input_ids": batch}, {"pad_token_id": 0, **options}
+    return greedy(target, **inputs, **options), greedy(target, **inputs, **options, assistant_model=drafter)
 
 
 def golden_target(kind: str) -> Qwen3ForCausalLM:

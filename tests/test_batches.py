@@ -8,7 +8,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 import dflare.batches_dflare as batches
 from dflare.hook_dflare import install_hook, uninstall_hook
-from helpers import greedy, prompt_of, tiny_drafter, tiny_target
+from helpers import ByConfidence, both, greedy, prompts_of, tiny_drafter, tiny_target
 from zoo import build
 
 LENGTH, PADDING = 9, (4, 0, 7, 2)  # tokens of each row that are padding
@@ -26,40 +26,11 @@ def drafter(target):
 
 def padded_batch(rows: int = 4) -> dict:
     """Prompts of unequal lengths, padded on the left."""
-    ids = torch.cat([prompt_of(LENGTH, seed=row) for row in range(rows)])
+    ids = prompts_of(rows, LENGTH)
     mask = torch.ones_like(ids)
     for row in range(rows):
         mask[row, : PADDING[row]] = 0
     return {"input_ids": ids * mask, "attention_mask": mask}
-
-
-def both(target, drafter, batch: dict, **options) -> tuple[torch.Tensor, torch.Tensor]:
-    """Greedy output of the whole batch without and with the drafter."""
-    options = {"pad_token_id": 0, **options}
-    return greedy(target, **batch, **options), greedy(target, **batch, **options, assistant_model=drafter)
-
-
-@pytest.fixture
-def oracle(monkeypatch):
-    """Makes batches draft a known truth, row r wrong at position 1 + (r + round) mod (k + 1), where k is none."""
-
-    def install(truth: torch.Tensor) -> None:
-        class Oracle(batches.BatchDecoder):
-            def _draft(self, anchors, limit):
-                _, logits = super()._draft(anchors, limit)
-                drafts = torch.zeros(logits.shape[:2], dtype=torch.long)
-                for i, row in enumerate(self.rows):
-                    length, count = self.texts[row].shape[1], logits.shape[1]
-                    known = truth[row, length : length + count]
-                    drafts[i, : len(known)] = known
-                    wrong = (row + len(self.records[row].rounds)) % (count + 1)
-                    if wrong < count:
-                        drafts[i, wrong] = (drafts[i, wrong] + 1) % logits.shape[2]
-                return drafts, logits
-
-        monkeypatch.setattr(batches, "BatchDecoder", Oracle)
-
-    return install
 
 
 @pytest.mark.parametrize("budget", [1, 2, 5, 30])
@@ -184,7 +155,7 @@ def test_what_is_decoded_row_by_row(target, drafter, monkeypatch, case):
             pytest.skip("this transformers cannot roll a static cache back")
         options["cache_implementation"] = "static"
     if case == "embeddings":
-        batch = {"inputs_embeds": target.get_input_embeddings()(torch.cat([prompt_of(6, seed=s) for s in range(3)]))}
+        batch = {"inputs_embeds": target.get_input_embeddings()(prompts_of(3, 6))}
     ordinary, ours = (
         target.generate(**batch, **options, do_sample=False, **more) for more in ({}, {"assistant_model": drafter})
     )
@@ -213,19 +184,25 @@ class Sink(TextStreamer):
         pass
 
 
-def test_sampling_keeps_each_rows_distribution():
+@pytest.mark.parametrize("by_confidence", [False, True])
+def test_sampling_keeps_each_rows_distribution(monkeypatch, by_confidence):
     """Two tokens of two prompts, vocabulary of six, against the target's exact probabilities."""
+    if by_confidence:
+        monkeypatch.setattr("dflare.batches_dflare.policy_for", lambda *args: ByConfidence(0.5))
     vocabulary, runs = 6, 400
     target = tiny_target(vocab_size=vocabulary)
     drafter = tiny_drafter(target, mask_token_id=0)
     ids = torch.tensor([[3, 5, 4], [4, 4, 1]])
     torch.manual_seed(0)
     counts = torch.zeros(2, vocabulary, vocabulary)
-    options = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=3, num_return_sequences=runs // 4)
-    for _ in range(4):
-        output = target.generate(input_ids=ids, generation_config=options, assistant_model=drafter)
-        for place, tokens in enumerate(output[:, 3:5].tolist()):
-            counts[place // (runs // 4), tokens[0], tokens[1]] += 1
+    options = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=5, num_return_sequences=runs // 4)
+    with drafter.record_drafts() as records:
+        for _ in range(4):
+            output = target.generate(input_ids=ids, generation_config=options, assistant_model=drafter)
+            for place, tokens in enumerate(output[:, 3:5].tolist()):
+                counts[place // (runs // 4), tokens[0], tokens[1]] += 1
+    drafted = {round.drafted for record in records for round in record.rounds}
+    assert len(drafted) > 1 or not by_confidence
     for row, prompt in enumerate(ids):
         every = torch.arange(vocabulary).unsqueeze(1)
         first = target(prompt[None]).logits[0, -1].softmax(-1)

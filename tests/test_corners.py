@@ -6,15 +6,14 @@ import threading
 import pytest
 import torch
 from peft import CPTConfig, LoraConfig, PrefixTuningConfig, get_peft_model
-from test_batches import oracle  # noqa: F401  a fixture
 from transformers import AutoModelForCausalLM as Causal
 from transformers import DynamicCache, GPT2Config, GPTNeoConfig, LlamaConfig, LogitsProcessorList, StoppingCriteriaList
 
 from dflare.checks_dflare import CACHE_NAME, VIRTUAL_TOKENS
 from dflare.policy_dflare import AdaptivePolicy, PairStatistics
-from helpers import greedy, make_oracle, prompt_of, tiny_drafter, tiny_target
+from helpers import both, greedy, make_oracle, prompt_of, prompts_of, tiny_drafter, tiny_target
 from matrix import drafter_for
-from zoo import SIZES, build, build_multimodal, image_prompt
+from zoo import SIZES, build, build_multimodal, image_prompt, without_eos
 
 
 @pytest.fixture(scope="module")
@@ -27,21 +26,9 @@ def drafter(target):
     return tiny_drafter(target, block_size=6)
 
 
-def rows(count: int, length: int = 9, vocab_size: int = 64) -> torch.Tensor:
-    return torch.cat([prompt_of(length, vocab_size, seed=seed) for seed in range(count)])
-
-
-def both(target, drafter, ids, **options):
-    """Greedy output without and with the drafter."""
-    options = {"pad_token_id": 0, **options}
-    return greedy(target, ids, **options), greedy(target, ids, **options, assistant_model=drafter)
-
-
 def made(config):
     torch.manual_seed(0)
-    target = Causal.from_config(config).double().eval()
-    target.generation_config.eos_token_id = None
-    return target
+    return without_eos(Causal, config)
 
 
 # ------------------------------------------------------------------------------------------------- targets
@@ -55,19 +42,19 @@ def test_rope_that_changes_while_decoding(kind, count):
         rope |= {"long_factor": [2.0] * 8, "short_factor": [1.0] * 8, "original_max_position_embeddings": 16}
     target = made(LlamaConfig(**SIZES, max_position_embeddings=16, rope_parameters=rope))
     drafter = tiny_drafter(target)
-    assert torch.equal(*both(target, drafter, rows(count), max_new_tokens=7))
+    assert torch.equal(*both(target, drafter, prompts_of(count, 9), max_new_tokens=7))
     with pytest.raises(ValueError, match=f"max_length is 34 .* of type '{kind}' changes beyond 16"):
-        both(target, drafter, rows(count), max_new_tokens=25)
+        both(target, drafter, prompts_of(count, 9), max_new_tokens=25)
     if kind == "longrope":
-        assert torch.equal(*both(target, drafter, rows(count, length=20), max_new_tokens=12))
+        assert torch.equal(*both(target, drafter, prompts_of(count, length=20), max_new_tokens=12))
 
 
 @pytest.mark.parametrize(
     "name",
     ["Mistral, sliding window", "Qwen2, sliding window", "Cohere 2, sliding window", "Llama 4, chunked attention"],
 )
-def test_batches_of_windows_in_a_cache_of_the_users(name, oracle):  # noqa: F811
-    target, ids = build(name), rows(4)
+def test_batches_of_windows_in_a_cache_of_the_users(name, oracle):
+    target, ids = build(name), prompts_of(4, 9)
     oracle(greedy(target, ids, max_new_tokens=40))
     caches = [{CACHE_NAME: DynamicCache()} for _ in range(2)]
     expected = greedy(target, ids, max_new_tokens=25, **caches[0])
@@ -76,17 +63,17 @@ def test_batches_of_windows_in_a_cache_of_the_users(name, oracle):  # noqa: F811
     )
 
 
-def test_batches_of_local_attention(oracle):  # noqa: F811
+def test_batches_of_local_attention(oracle):
     sizes = {key: value for key, value in SIZES.items() if "layers" not in key and "heads" not in key}
     layers = dict(num_layers=6, num_heads=4, attention_types=[[["global", "local"], 3]], window_size=8)
-    target, ids = made(GPTNeoConfig(**sizes, **layers)), rows(4)
+    target, ids = made(GPTNeoConfig(**sizes, **layers)), prompts_of(4, 9)
     oracle(greedy(target, ids, max_new_tokens=40))
     assert torch.equal(*both(target, drafter_for(target), ids, max_new_tokens=25))
 
 
-def test_learned_positions_that_end_with_the_budget(oracle):  # noqa: F811
+def test_learned_positions_that_end_with_the_budget(oracle):
     sizes = {key: value for key, value in SIZES.items() if key not in ("num_key_value_heads", "head_dim")}
-    target, ids = made(GPT2Config(**sizes, n_positions=29)), rows(4)
+    target, ids = made(GPT2Config(**sizes, n_positions=29)), prompts_of(4, 9)
     oracle(greedy(target, ids, max_length=29))
     assert torch.equal(*both(target, drafter_for(target), ids, max_length=29))
 
@@ -94,7 +81,7 @@ def test_learned_positions_that_end_with_the_budget(oracle):  # noqa: F811
 @pytest.mark.parametrize("count", [1, 3])
 def test_adapters_with_virtual_tokens(count):
     prefixed = get_peft_model(tiny_target(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
-    drafter, ids = tiny_drafter(tiny_target()), rows(count)
+    drafter, ids = tiny_drafter(tiny_target()), prompts_of(count, 9)
     if "PREFIX_TUNING" in VIRTUAL_TOKENS:
         with pytest.raises(ValueError, match="the target's adapter is PREFIX_TUNING"):
             both(prefixed, drafter, ids, max_new_tokens=12)
@@ -116,7 +103,7 @@ def test_adapters_that_a_phrase_switches_on(drafter):
 def test_batches_of_multimodal_targets(name, count):
     target = build_multimodal(name)
     drafter = drafter_for(target)
-    assert torch.equal(*both(target, drafter, rows(count, 14, 58), max_new_tokens=10))
+    assert torch.equal(*both(target, drafter, prompts_of(count, 14, 58), max_new_tokens=10))
     prompt = image_prompt(14)
     batch = {key: torch.cat([value] * count) for key, value in prompt.items()}
     with pytest.raises(ValueError, match=f"cannot be cut into {count} sequences"):
@@ -127,7 +114,7 @@ def test_batches_of_multimodal_targets(name, count):
 
 
 def test_batches_padded_on_the_right(target, drafter):
-    ids, mask = rows(3), torch.ones(3, 9, dtype=torch.long)
+    ids, mask = prompts_of(3, 9), torch.ones(3, 9, dtype=torch.long)
     mask[0, 5:] = 0
     assert torch.equal(*both(target, drafter, ids * mask, attention_mask=mask, max_new_tokens=12))
 
@@ -144,13 +131,15 @@ def trie(batch_id: int, ids: torch.Tensor) -> list[int]:
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_trie_is_not_asked_behind_its_ends(target, drafter, count):
     options = dict(eos_token_id=2, prefix_allowed_tokens_fn=trie, max_new_tokens=20)
-    ours = greedy(target, rows(count), pad_token_id=0, **options, assistant_model=drafter)
+    ours = greedy(target, prompts_of(count, 9), pad_token_id=0, **options, assistant_model=drafter)
     for row in range(count):  # alone: of rows that have ended ordinary decoding asks on
-        expected = greedy(target, rows(count)[row : row + 1], **options)[0]
+        expected = greedy(target, prompts_of(count, 9)[row : row + 1], **options)[0]
         assert torch.equal(ours[row, : len(expected)], expected) and not ours[row, len(expected) :].any()
     for seed in range(10):
         torch.manual_seed(seed)
-        output = target.generate(rows(count), do_sample=True, assistant_model=drafter, pad_token_id=0, **options)
+        output = target.generate(
+            prompts_of(count, 9), do_sample=True, assistant_model=drafter, pad_token_id=0, **options
+        )
         assert all([token for token in row if token] in ANSWERS for row in output[:, 9:].tolist())
 
 
@@ -170,27 +159,27 @@ def test_several_answers_know_their_prompt(target, drafter):
             seen[name].add((batch_id, tuple(ids[:9].tolist())))
             return [5, 6, 7]
 
-        target.generate(rows(2), prefix_allowed_tokens_fn=allowed, assistant_model=assistant, **options)
+        target.generate(prompts_of(2, 9), prefix_allowed_tokens_fn=allowed, assistant_model=assistant, **options)
     assert seen["ours"] == seen["ordinary"]
     options |= dict(top_k=1, encoder_repetition_penalty=0.4)
-    ours = target.generate(rows(2), **options, assistant_model=drafter)
+    ours = target.generate(prompts_of(2, 9), **options, assistant_model=drafter)
     options["num_return_sequences"] = 1
     for place, row in enumerate(ours):  # alone: some releases mix prompts up
-        assert torch.equal(target.generate(rows(2)[place // 3 :][:1], **options)[0], row)
+        assert torch.equal(target.generate(prompts_of(2, 9)[place // 3 :][:1], **options)[0], row)
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_criterion_that_answers_with_a_bool(target, drafter, count):
     criteria = StoppingCriteriaList([lambda ids, scores, **kwargs: ids.shape[1] > 12])
-    assert torch.equal(*both(target, drafter, rows(count), max_new_tokens=20, stopping_criteria=criteria))
+    assert torch.equal(*both(target, drafter, prompts_of(count, 9), max_new_tokens=20, stopping_criteria=criteria))
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_processors_may_leave_nothing_of_a_draft_vocabulary(target, drafter, count):
     drafter.set_draft_vocabulary([3, 4, 9, 50])
     options = dict(suppress_tokens=[3, 4, 9, 50], max_new_tokens=12)
-    assert torch.equal(*both(target, drafter, rows(count), **options))
-    output = target.generate(rows(count), do_sample=True, **options, assistant_model=drafter)
+    assert torch.equal(*both(target, drafter, prompts_of(count, 9), **options))
+    output = target.generate(prompts_of(count, 9), do_sample=True, **options, assistant_model=drafter)
     assert not set(output[:, 9:].flatten().tolist()) & {3, 4, 9, 50}
 
 
@@ -206,13 +195,13 @@ class Slotted:
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_processor_with_slots(target, drafter, count):
     options = dict(logits_processor=LogitsProcessorList([Slotted()]), max_new_tokens=12)
-    assert torch.equal(*both(target, drafter, rows(count), **options))
+    assert torch.equal(*both(target, drafter, prompts_of(count, 9), **options))
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_ids_of_32_bits(target, drafter, count):
-    assert torch.equal(*both(target, drafter, rows(count).int(), max_new_tokens=12))
-    output = target.generate(rows(count).int(), do_sample=True, max_new_tokens=12, assistant_model=drafter)
+    assert torch.equal(*both(target, drafter, prompts_of(count, 9).int(), max_new_tokens=12))
+    output = target.generate(prompts_of(count, 9).int(), do_sample=True, max_new_tokens=12, assistant_model=drafter)
     assert output.shape == (count, 21)
 
 
@@ -224,8 +213,8 @@ def test_attentions_that_are_not_there_are_refused(target, drafter):
 # ------------------------------------------------------------------------------------------------- records and threads
 
 
-def test_records_of_a_batch_add_up(target, drafter, oracle):  # noqa: F811
-    ids = rows(4)
+def test_records_of_a_batch_add_up(target, drafter, oracle):
+    ids = prompts_of(4, 9)
     truth = greedy(target, ids, max_new_tokens=40)
     oracle(truth)
     stops = [int(truth[0, 14]), int(truth[2, 20])]

@@ -6,7 +6,7 @@ from torch import nn
 
 from dflare import DFlareConfig, DFlareForBlockDiffusion
 from dflare.drafting_dflare import BlockDrafter, RestrictedHead
-from helpers import greedy, prompt_of, tiny_drafter, tiny_target
+from helpers import greedy, prompt_of, prompts_of, tiny_drafter, tiny_target
 
 SOME = [3, 5, 8, 13, 21, 34, 55]
 
@@ -38,7 +38,7 @@ def test_output_is_the_same_and_drafts_are_of_the_vocabulary(target, drafter, mo
         assert torch.equal(
             greedy(target, prompt_of(6), max_new_tokens=30, **options, assistant_model=drafter), expected
         )
-    batch = torch.cat([prompt_of(6, seed=seed) for seed in range(3)])
+    batch = prompts_of(3, 6)
     expected = greedy(target, batch, max_new_tokens=20)
     assert torch.equal(greedy(target, batch, max_new_tokens=20, assistant_model=drafter), expected)
     assert drafted and set(drafted) <= set(SOME)

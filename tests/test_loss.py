@@ -10,7 +10,7 @@ from dflare.candidates_dflare import request_taps, select_taps
 from dflare.drafting_dflare import RestrictedHead
 from dflare.training.anchors import IGNORED, anchor_candidates, sample_anchors, slot_labels
 from dflare.training.loss import block_loss, gamma_at, position_weights, rows_of, weighted_cross_entropy
-from helpers import prompt_of, tiny_drafter, tiny_target
+from helpers import prompts_of, tiny_drafter, tiny_target
 
 LENGTH, BLOCK = 20, 4
 
@@ -24,7 +24,7 @@ def pair():
 def make_batch(pair, rows):
     """Sequences of the given prompt lengths, their states and masks."""
     target, drafter = pair
-    ids = torch.cat([prompt_of(LENGTH, seed=seed) for seed in range(len(rows))])
+    ids = prompts_of(len(rows), LENGTH)
     mask = torch.stack([(torch.arange(LENGTH) >= start).long() for start in rows])
     taps = select_taps(target(input_ids=ids, output_hidden_states=request_taps(drafter.config)), drafter.config)
     return ids, mask, taps

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers import prompt_of
+from helpers import prompt_of, prompts_of
 from matrix import EXACT, OPTIONS, as_promised, drafter_for, outcome, readme_table
 from zoo import REFUSED, TARGETS, build
 
@@ -31,7 +31,7 @@ def test_every_kind_of_target(name):
 def test_batches_of_every_kind_of_target(name):
     target = build(name)
     drafter = drafter_for(target)
-    ids = torch.cat([prompt_of(9, seed=seed) for seed in range(3)])
+    ids = prompts_of(3, 9)
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
     options = dict(attention_mask=mask, max_new_tokens=16, do_sample=False, pad_token_id=0)

@@ -7,7 +7,7 @@ import torch
 
 import dflare.policy_dflare as policy_dflare
 from dflare.candidates_dflare import DFlareCandidateGenerator
-from dflare.policy_dflare import AdaptivePolicy, FixedPolicy, PairStatistics, best_prefix
+from dflare.policy_dflare import AdaptivePolicy, FixedPolicy, PairStatistics, best_prefix, expected_tokens
 from helpers import greedy, make_oracle, prompt_of, tiny_drafter, tiny_target
 
 PLAIN, DRAFT, VERIFY = 1.0, 0.2, 0.1  # seconds of a plain step, a draft, and each draft verified
@@ -15,9 +15,14 @@ PLAIN, DRAFT, VERIFY = 1.0, 0.2, 0.1  # seconds of a plain step, a draft, and ea
 
 def test_the_best_prefix():
     flat, dear = [1.2] * 5, [1.2, 1.5, 1.8, 2.1, 2.4]
-    assert best_prefix([0.9, 0.9, 0.9, 0.9], flat) == 4
-    assert best_prefix([0.9, 0.2, 0.2, 0.2], dear) == 1
-    assert best_prefix([0.1, 0.9, 0.9, 0.9], dear) == 0
+    for chances, seconds, best in (
+        ([[0.9, 0.9, 0.9, 0.9]], flat, 4),
+        ([[0.9, 0.2, 0.2, 0.2]], dear, 1),
+        ([[0.1, 0.9, 0.9, 0.9]], dear, 0),
+        ([[0.1, 0.9, 0.9, 0.9], [0.9, 0.9, 0.9, 0.9]], dear, 4),  # rows share one width
+    ):
+        assert best_prefix(expected_tokens(chances), seconds) == best
+    assert expected_tokens([[0.5, 0.5], [1.0, 1.0]]) == [1.0, 1.75, 2.375]
 
 
 def test_acceptance_is_learnt_by_confidence():
@@ -43,27 +48,32 @@ def test_costs_are_medians_and_interpolated():
     assert known.round_seconds(6) == pytest.approx([1.2, 2.1, 3.0, 3.0, 3.0, 3.0, 3.0])
 
 
-def simulate(monkeypatch, accepts, rounds: int = 1000, confidences=(0.5,) * 7) -> float:
-    """Tokens per plain step's time of a policy, on a machine with the costs above."""
+def simulate(monkeypatch, accepts, rounds: int = 1000, rows: int = 1) -> float:
+    """Tokens per plain step's time and row of a policy, on a machine with the costs above."""
     now = 0.0
     monkeypatch.setattr(policy_dflare.time, "perf_counter", lambda: now)
-    policy = AdaptivePolicy(PairStatistics(), wants_confidences=True)
+    policy = AdaptivePolicy(PairStatistics(rows), wants_confidences=True)
     tokens = 0
     for number in range(rounds):
         policy.begin_round()
         drafts, accepted = None, 0
         if policy.wants_draft():
-            drafts = policy.choose(7, confidences)
+            drafts = policy.choose(7, [(0.5,) * 7] * rows)
             accepted = min(accepts(number), drafts)
             now += DRAFT + VERIFY * drafts
         now += PLAIN
-        policy.end_round(drafts, [accepted])
+        policy.end_round(drafts, [accepted] * rows)
         tokens += accepted + 1
     return tokens / now * PLAIN
 
 
 def test_where_drafts_fail_it_costs_next_to_nothing(monkeypatch):
     assert simulate(monkeypatch, lambda number: 0) > 0.98
+
+
+def test_the_rows_of_a_batch_tell_it_sooner(monkeypatch):
+    alone, together = (simulate(monkeypatch, lambda number: 0, rounds=60, rows=rows) for rows in (1, 16))
+    assert alone < 0.96 and together > 0.97
 
 
 def test_where_drafts_hold_it_takes_them(monkeypatch):
@@ -87,7 +97,7 @@ class RandomPolicy(FixedPolicy):
         return self.random.random() < 0.7
 
     def choose(self, limit, confidences=None):
-        assert len(confidences) == limit and all(0 <= c <= 1 for c in confidences)
+        assert all(len(row) == limit and all(0 <= c <= 1 for c in row) for row in confidences)
         return self.random.randint(0, limit)
 
 

@@ -13,8 +13,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from dflare.policy_dflare import FixedPolicy
-from helpers import tiny_drafter, tiny_target
+from helpers import ByConfidence, tiny_drafter, tiny_target
 
 VOCABULARY, NEW = 8, 3
 
@@ -112,17 +111,8 @@ def test_distribution_with_a_draft_vocabulary(pair):
         drafter.set_draft_vocabulary(None)
 
 
-class ByConfidence(FixedPolicy):
-    """Verifies what is likelier than most, as the adaptive policy may."""
-
-    wants_confidences = True
-
-    def choose(self, limit, confidences=None):
-        return next((place for place, confidence in enumerate(confidences) if confidence < 0.17), limit)
-
-
 def test_distribution_where_confidence_decides(pair, monkeypatch):
-    monkeypatch.setattr("dflare.candidates_dflare.policy_for", lambda *args: ByConfidence())
+    monkeypatch.setattr("dflare.candidates_dflare.policy_for", lambda *args: ByConfidence(0.17))
     assert check(pair, 1500, temperature=1.0, top_k=VOCABULARY) > 0.3
 
 

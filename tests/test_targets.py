@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import PreTrainedTokenizerFast, pipeline
 
-from helpers import greedy, make_oracle, prompt_of, tiny_drafter, tiny_target
+from helpers import greedy, make_oracle, prompt_of, prompts_of, tiny_drafter, tiny_target
 from zoo import MULTIMODAL, build_multimodal, image_prompt
 
 NEW = 24
@@ -147,7 +147,7 @@ def test_a_target_that_accelerate_spread(place, tmp_path):
         dispatch_model(target, {**parts, **layers}, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True)
     lengths = same_with_drafter(target, {"input_ids": prompt_of(7)}, drafter)
     assert lengths == [4, 2] or place == "offloaded"  # which the loop for batches decodes, with drafts of its own
-    batch = {"input_ids": torch.cat([prompt_of(7, seed=seed) for seed in range(2)])}
+    batch = {"input_ids": prompts_of(2, 7)}
     options = dict(max_new_tokens=12, do_sample=False)
     drafter = tiny_drafter(tiny_target())
     ours = target.generate(**batch, **options, assistant_model=drafter)

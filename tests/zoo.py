@@ -74,8 +74,12 @@ def build(name: str, seed: int = 0):
         **{key: value for key, value in {**SIZES, **fields}.items() if value is not None}
     )
     experts = any("experts" in field for field in fields)
-    dtype = torch.float32 if experts or name in FLOAT32 else torch.float64
-    target = AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    return without_eos(AutoModelForCausalLM, config, torch.float32 if experts or name in FLOAT32 else torch.float64)
+
+
+def without_eos(kind, config, dtype=torch.float64):
+    """A target of random weights, in eval mode, whose runs end at their budget."""
+    target = kind.from_config(config).to(dtype).eval()
     target.generation_config.eos_token_id = None
     return target
 
@@ -92,9 +96,7 @@ def build_multimodal(name: str):
         text_config={**SIZES, "rope_parameters": rope}, vision_config=vision, image_token_id=IMAGE,
         video_token_id=61, vision_start_token_id=58, vision_end_token_id=59, tie_word_embeddings=False,
     )  # fmt: skip
-    target = AutoModelForImageTextToText.from_config(config).to(torch.float64).eval()
-    target.generation_config.eos_token_id = None
-    return target
+    return without_eos(AutoModelForImageTextToText, config)
 
 
 def image_prompt(length: int, seed: int = 0) -> dict[str, torch.Tensor]:
