@@ -126,8 +126,7 @@ class BatchDecoder:
         ids = torch.cat(self.texts)
         positions = (self.valid.cumsum(dim=1) - 1).clamp(min=0)
         outputs = self._forward(ids, self.valid, positions, **self.prefill_kwargs)
-        taps = [tap.masked_fill(~self.valid.unsqueeze(-1), 0.0) for tap in self._taps(outputs)]
-        self.context.add(taps, positions)
+        self.context.add_prompts(self._taps(outputs), positions, self.valid)
         chosen, _ = self._accept(ids[:, :0], None, outputs.logits[:, -1:])
         self._drop(self._add_tokens(chosen))
 
@@ -187,7 +186,7 @@ class BatchDecoder:
             self.block.choose(self.processors[row], self.do_sample, self.texts[row], logits[i : i + 1])
             for i, row in enumerate(self.rows)
         ]
-        return torch.cat([tokens for tokens, _ in rows]), torch.cat([scores for _, scores in rows])
+        return torch.cat([tokens for tokens, _ in rows]), self.block.whole(torch.cat([scores for _, scores in rows]))
 
     def _accept(
         self, drafts: torch.Tensor, draft_logits: torch.Tensor | None, logits: torch.Tensor

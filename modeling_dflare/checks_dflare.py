@@ -3,6 +3,7 @@ What cannot be accelerated, told before any token is computed: pairs that do not
 be taken back, options that rejected drafts would spoil. Every `ValueError` names the field and both values.
 """
 
+import inspect
 from typing import Any
 
 import transformers
@@ -67,6 +68,10 @@ def _check_embedding(config, target: PreTrainedModel) -> None:
 def _check_layers(target: PreTrainedModel, text_config) -> None:
     if target.config.is_encoder_decoder:
         raise ValueError(f"{type(target).__name__} is an encoder-decoder; DFlare accelerates decoder-only targets")
+    if not {"cache", "past_key_values"} & set(inspect.signature(type(target).forward).parameters):
+        raise ValueError(
+            f"{type(target).__name__} takes no cache, which verification needs: generate without assistant_model"
+        )
     kinds = set(getattr(text_config, "layer_types", None) or ()) - set(CROPPABLE_LAYER_TYPES)
     if kinds:
         raise ValueError(

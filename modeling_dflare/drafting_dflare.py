@@ -30,7 +30,7 @@ BLIND = {TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogits
 BLIND |= {EpsilonLogitsWarper, EtaLogitsWarper, InfNanRemoveLogitsProcessor, LogitNormalization}
 # What transformers fills in where nobody asked: no limit.
 STOCK_NUM_ASSISTANT_TOKENS = 20
-MAX_WAITING = 256  # committed tokens whose states may wait for the next draft
+MAX_WAITING = 256  # passes of the target whose states may wait for the next draft
 
 _restricted: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # drafter -> head -> its restricted copy
 
@@ -45,6 +45,7 @@ class ContextFeed:
         self.drafter = drafter
         self.cache = drafter.new_context_cache()
         self.waiting: list[tuple[list[torch.Tensor], torch.Tensor | None]] = []
+        self.padding: torch.Tensor | None = None  # (b, n), of the prompts that wait
         self.num_waiting = 0  # tokens
 
     @property
@@ -52,15 +53,24 @@ class ContextFeed:
         """Tokens in the cache, and those that wait."""
         return self.cache.length + self.num_waiting
 
+    def add_prompts(self, taps: list[torch.Tensor], positions: torch.Tensor, valid: torch.Tensor) -> None:
+        """As `add`, of left-padded prompts, where `valid` (b, n) tells tokens from padding, whose states may be NaN."""
+        self.padding = ~valid
+        self.add(taps, positions)
+
     def add(self, taps: list[torch.Tensor], positions: torch.Tensor | None = None) -> None:
         """T tensors (b, n, H) of committed tokens; `positions` (b, n) if they do not simply run on, and then always."""
         self.waiting.append((taps, positions))
         self.num_waiting += taps[0].shape[1]
-        if self.num_waiting > MAX_WAITING:
+        if len(self.waiting) > MAX_WAITING:
             self.commit()
 
     def commit(self) -> Any:
         """The `ContextCache`, with what has waited."""
+        if self.padding is not None:  # nobody will look at these states, but NaN would spread
+            taps, _ = self.waiting[0]
+            taps[:] = [tap.masked_fill(self.padding.unsqueeze(-1).to(tap.device), 0.0) for tap in taps]
+            self.padding = None
         if self.waiting:
             pieces, positions = zip(*self.waiting, strict=True)
             taps = [torch.cat(states, dim=1) if len(pieces) > 1 else states[0] for states in zip(*pieces, strict=True)]
@@ -121,15 +131,16 @@ class BlockDrafter:
         self, processors, do_sample: bool, input_ids: torch.Tensor, logits: torch.Tensor, end: Callable | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Draft tokens (1, k) and their logits: processed, over the whole vocabulary, where there are processors or sampling;
-        else as they came. Processors see each token's own prefix; with a criterion `end` none behind which it fires.
+        Draft tokens (1, k) and their logits, processed where there are processors: they see each token's own prefix, with a
+        criterion `end` none behind which it fires, and all of the vocabulary. Processors that ask nothing of the text, and
+        sampling, see only what is ever drafted.
         """
         if not processors and not do_sample:
             return self.likeliest(logits), logits
-        logits = self.whole(logits.float())
         if are_blind(processors):
-            scores = self._some_left(processors(input_ids, logits[0]) if processors else logits[0])
-            return _pick(scores, do_sample).T, scores.unsqueeze(0)
+            scores = processors(input_ids, logits[0].float()) if processors else logits[0].float()
+            return self._tokens(_pick(scores, do_sample).T), scores.unsqueeze(0)
+        logits = self.whole(logits.float())
         prefix, processed = input_ids, []
         for position in range(logits.shape[1]):
             scores = self._some_left(processors(prefix, logits[:, position].clone()))
@@ -147,7 +158,10 @@ class BlockDrafter:
 
     def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
         """Token ids (b, k) of the largest logits; `max` finds them sooner than `argmax` in bf16."""
-        rows = logits.max(dim=-1).indices
+        return self._tokens(logits.max(dim=-1).indices)
+
+    def _tokens(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of the head as token ids."""
         return rows if self.token_ids is None else self.token_ids.to(rows.device)[rows]
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:

@@ -126,7 +126,8 @@ def uninstall_hook() -> None:
 def attach_to(target) -> None:
     """
     Wraps the methods for this one target (or the one inside a compiled or PEFT wrapper), whatever its class does: it gets
-    a class of its own, of the same name, since `generate()` asks the class for some of them.
+    a class of its own, of the same name, since `generate()` asks the class for some of them. That class lies in no module,
+    so detach a target before it is pickled.
     """
     target = _innermost(target)
     if ATTACHED in vars(type(target)):

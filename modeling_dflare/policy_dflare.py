@@ -14,11 +14,11 @@ from collections.abc import Sequence
 
 KEPT_TIMES = 5  # rounds of a kind whose median is their cost
 PLAIN_SAMPLES = 3  # plain steps measured before the first draft
-REFRESH = (8, 64)  # every so many rounds a plain step, so that their cost stays known: where the gain is small, else
+REFRESH = (16, 64)  # every so many rounds a plain step, so that their cost stays known: where the gain is small, else
 SMALL_GAIN = 1.15
 HARM = 0.01  # share of the time that may be lost on looking whether drafting pays again
 PAUSES = (8, 256)  # plain steps between such looks at most: after the first that failed (for each row), doubling to
-MEMORY = 0.9  # weight that what earlier drafted rounds gained keeps with each new one
+MEMORY = 0.95  # weight that what earlier drafted rounds gained keeps with each new one
 HOPE = (2, 2.5)  # drafted rounds (of one row), of so many tokens each, that are believed in before any was seen
 PAST = 0.25  # weight that all of it keeps when drafting pauses
 BUCKETS = 16  # of confidences

@@ -51,7 +51,7 @@ MULTIMODAL: dict[str, tuple[str, dict]] = {
 }
 FLOAT32 = ("Gemma 2", "BLOOM")  # left-padded in float64 they answer NaN
 IMAGE, PATCH = 60, 4  # the token that stands for an image's patches, and their side
-# Targets that keep a state which cannot be rolled back.
+# Targets that keep a state which cannot be rolled back, or none.
 REFUSED: dict[str, tuple[str, dict]] = {
     "Qwen3-Next": (
         "Qwen3NextConfig",
@@ -60,6 +60,7 @@ REFUSED: dict[str, tuple[str, dict]] = {
     "Mamba": ("MambaConfig", {}),
     "Jamba": ("JambaConfig", dict(num_experts=2, use_mamba_kernels=False)),
     "RecurrentGemma": ("RecurrentGemmaConfig", {}),
+    "GPT": ("OpenAIGPTConfig", {}),  # keeps none at all
 }
 
 
