@@ -25,7 +25,16 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .candidates_dflare import DraftRound, new_record, request_taps, select_taps
 from .checks_dflare import CACHE_NAME, check_cache, check_positions
-from .drafting_dflare import BlockDrafter, ContextFeed, are_blind, confidences_of, draft_limit, fires, is_strict
+from .drafting_dflare import (
+    BlockDrafter,
+    ContextFeed,
+    are_blind,
+    confidence_threshold,
+    draft_count,
+    draft_limit,
+    fires,
+    is_strict,
+)
 from .policy_dflare import policy_for
 
 # Inputs of the target that this loop makes itself, so that it may drop those of the call.
@@ -102,6 +111,7 @@ class BatchDecoder:
         self.criteria = [c for c in stopping_criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]
         self.plain = not any(processors) and not self.do_sample
         self.limit = draft_limit(drafter.config, generation_config)
+        self.threshold = confidence_threshold(generation_config)
         self.max_length = min(c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria))
         self.policy = policy_for(drafter, target, generation_config, len(input_ids))
         self.cache, self.context = model_kwargs[CACHE_NAME], ContextFeed(drafter)
@@ -174,12 +184,8 @@ class BatchDecoder:
         """Draft tokens (b, k) and their processed logits (b, k, V)."""
         positions = self._positions(self.drafter.config.block_size)
         hidden = self.block.hidden(anchors, self.context.commit(), self.valid, positions)
-        if self.policy.wants_confidences:
-            logits = self.block.logits(hidden, limit)
-            logits = logits[:, : self.policy.choose(limit, confidences_of(logits))]
-        else:
-            logits = self.block.logits(hidden, self.policy.choose(limit))
-        logits = logits.to(anchors.device)
+        logits = self.block.logits(hidden, limit)
+        logits = logits[:, : draft_count(self.policy, logits, self.threshold)].to(anchors.device)
         if self.plain:
             return self.block.likeliest(logits), logits
         rows = [

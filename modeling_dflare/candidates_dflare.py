@@ -17,13 +17,19 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from .checks_dflare import CACHE_NAME, VERSION, check_cache, check_inputs, check_positions
-from .drafting_dflare import BlockDrafter, ContextFeed, confidences_of, draft_limit, fires, is_strict
+from .drafting_dflare import (
+    BlockDrafter,
+    ContextFeed,
+    confidence_threshold,
+    draft_count,
+    draft_limit,
+    fires,
+    is_strict,
+)
 from .policy_dflare import policy_for
 
 # Up to 5.22 a list given as `output_hidden_states` names decoder layers; from 5.23 on, places in the usual tuple.
 TUPLE_INDEXED = VERSION >= (5, 23)
-# What transformers fills in where nobody asked: no threshold.
-STOCK_CONFIDENCE_THRESHOLD = 0.4
 
 
 @dataclass
@@ -154,7 +160,7 @@ class DFlareCandidateGenerator(CandidateGenerator):
         _empty_cache(model_kwargs, input_ids.shape[1], generation_config)
         self.context = ContextFeed(drafter)
         self.policy = policy_for(drafter, target, generation_config)
-        self.threshold = _confidence_threshold(generation_config)
+        self.threshold = confidence_threshold(generation_config)
         self.drafted: int | None = None  # in this round; None in a plain step
         self.accepted: int | None = None  # of them; None before the first round has ended
         self.stopped_short = False
@@ -188,7 +194,7 @@ class DFlareCandidateGenerator(CandidateGenerator):
         if limit < 1 or not self.policy.wants_draft():
             return input_ids, None
         logits = self.block.logits(self.block.hidden(input_ids[:, -1:], self.context.commit()), limit)
-        count = self._choose_count(logits)
+        count = draft_count(self.policy, logits, self.threshold)
         logits = logits[:, :count].to(input_ids.device)
         tokens, logits = self._choose(input_ids, logits)
         keep = self._before_stop(input_ids, tokens)
@@ -216,16 +222,6 @@ class DFlareCandidateGenerator(CandidateGenerator):
                 self.record.rounds[-1].cut = self.stopped_short
             self.policy.end_round(self.drafted, [self.accepted], self.stopped_short)
         self.drafted, self.stopped_short = None, False
-
-    def _choose_count(self, logits: torch.Tensor) -> int:
-        """How many of the drafts to verify, by their distributions (1, limit, V) before any processor."""
-        if not self.policy.wants_confidences and self.threshold is None:
-            return self.policy.choose(logits.shape[1])
-        confidences = confidences_of(logits)[0]
-        if self.threshold is not None:
-            below = [place for place, confidence in enumerate(confidences) if confidence < self.threshold]
-            confidences = confidences[: below[0]] if below else confidences
-        return self.policy.choose(len(confidences), [confidences])
 
     def _keep_states(self, taps: list[torch.Tensor], n_last_matches: int) -> None:
         """Keeps the states of tokens that the last pass confirmed: of a prefill all but padding, else the accepted."""
@@ -264,12 +260,6 @@ def _is_the_loops_own(criterion, generation_config) -> bool:
     if not isinstance(criterion, EosTokenCriteria) or own is None:
         return False
     return set(criterion.eos_token_id.tolist()) <= set(own.flatten().tolist())
-
-
-def _confidence_threshold(generation_config) -> float | None:
-    """The call's `assistant_confidence_threshold`: drafts end before the first whose likeliest token is less likely."""
-    asked = generation_config.assistant_confidence_threshold
-    return None if asked in (None, 0, STOCK_CONFIDENCE_THRESHOLD) else asked
 
 
 def _empty_cache(model_kwargs: dict, length: int, generation_config) -> None:

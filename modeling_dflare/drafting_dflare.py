@@ -28,8 +28,9 @@ logger = logging.get_logger(__name__)
 # Processors that ask nothing of the text so far.
 BLIND = {TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper}
 BLIND |= {EpsilonLogitsWarper, EtaLogitsWarper, InfNanRemoveLogitsProcessor, LogitNormalization}
-# What transformers fills in where nobody asked: no limit.
+# What transformers fills in where nobody asked: no limit, no threshold.
 STOCK_NUM_ASSISTANT_TOKENS = 20
+STOCK_CONFIDENCE_THRESHOLD = 0.4
 MAX_WAITING = 256  # passes of the target whose states may wait for the next draft
 
 _restricted: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # drafter -> head -> its restricted copy
@@ -228,11 +229,6 @@ def _drafting_head(drafter: PreTrainedModel, head: nn.Module) -> tuple[nn.Module
     return heads[head][1], token_ids
 
 
-def confidences_of(logits: torch.Tensor) -> list[list[float]]:
-    """The probability of the likeliest token at each place of logits (b, k, V)."""
-    return logits.softmax(dim=-1).amax(dim=-1).nan_to_num().tolist()
-
-
 def fires(criterion: Callable, ids: torch.Tensor) -> bool:
     """Whether a stopping criterion ends the sequence `ids` (1, length); one of a user's own may answer with a bool."""
     return bool(torch.as_tensor(criterion(ids, None)).any())
@@ -262,3 +258,23 @@ def draft_limit(config, generation_config) -> int:
     asked = generation_config.num_assistant_tokens
     limits = (config.block_size - 1, config.num_draft_tokens, None if asked == STOCK_NUM_ASSISTANT_TOKENS else asked)
     return max(0, min(limit for limit in limits if limit is not None))
+
+
+def confidence_threshold(generation_config) -> float | None:
+    """The call's `assistant_confidence_threshold`: drafts end before the first whose likeliest token is less likely."""
+    asked = generation_config.assistant_confidence_threshold
+    return None if asked in (None, 0, STOCK_CONFIDENCE_THRESHOLD) else asked
+
+
+def draft_count(policy, logits: torch.Tensor, threshold: float | None) -> int:
+    """
+    How many of the drafts to verify, by their distributions (b, limit, V) before any processor. Rows share one width, so
+    the threshold ends a batch's drafts where it has ended those of every row.
+    """
+    if not policy.wants_confidences and threshold is None:
+        return policy.choose(logits.shape[1])
+    confidences = logits.softmax(dim=-1).amax(dim=-1).nan_to_num().tolist()
+    if threshold is not None:
+        ends = [next((place for place, c in enumerate(row) if c < threshold), len(row)) for row in confidences]
+        confidences = [row[: max(ends)] for row in confidences]
+    return policy.choose(len(confidences[0]), confidences)

@@ -184,14 +184,15 @@ class Sink(TextStreamer):
         pass
 
 
-@pytest.mark.parametrize("by_confidence", [False, True])
-def test_sampling_keeps_each_rows_distribution(monkeypatch, by_confidence):
+@pytest.mark.parametrize(("by_confidence", "draft_vocabulary"), [(False, None), (True, None), (False, [1, 3, 4])])
+def test_sampling_keeps_each_rows_distribution(monkeypatch, by_confidence, draft_vocabulary):
     """Two tokens of two prompts, vocabulary of six, against the target's exact probabilities."""
     if by_confidence:
         monkeypatch.setattr("dflare.batches_dflare.policy_for", lambda *args: ByConfidence(0.5))
     vocabulary, runs = 6, 400
     target = tiny_target(vocab_size=vocabulary)
     drafter = tiny_drafter(target, mask_token_id=0)
+    drafter.set_draft_vocabulary(draft_vocabulary)
     ids = torch.tensor([[3, 5, 4], [4, 4, 1]])
     torch.manual_seed(0)
     counts = torch.zeros(2, vocabulary, vocabulary)

@@ -8,7 +8,7 @@ import torch
 import dflare.policy_dflare as policy_dflare
 from dflare.candidates_dflare import DFlareCandidateGenerator
 from dflare.policy_dflare import AdaptivePolicy, FixedPolicy, PairStatistics, best_prefix, expected_tokens
-from helpers import greedy, make_oracle, prompt_of, tiny_drafter, tiny_target
+from helpers import greedy, make_oracle, prompt_of, prompts_of, tiny_drafter, tiny_target
 
 PLAIN, DRAFT, VERIFY = 1.0, 0.2, 0.1  # seconds of a plain step, a draft, and each draft verified
 
@@ -157,15 +157,11 @@ def test_the_confidence_threshold_is_honoured():
     target = tiny_target()
     drafter = tiny_drafter(target)
     for threshold, drafted in ((0.999999, {0}), (1e-9, {3})):
-        with drafter.record_drafts() as records:
-            greedy(
-                target,
-                prompt_of(5),
-                max_new_tokens=20,
-                assistant_confidence_threshold=threshold,
-                assistant_model=drafter,
-            )
-        assert {r.drafted for r in records[0].rounds[:3]} == drafted
+        options = {"assistant_confidence_threshold": threshold, "assistant_model": drafter, "max_new_tokens": 20}
+        for rows in (1, 2):
+            with drafter.record_drafts() as records:
+                greedy(target, prompts_of(rows, 5), **options)
+            assert {r.drafted for record in records for r in record.rounds[:3]} == drafted
 
 
 def test_the_default_policy_is_exact_too():
