@@ -9,14 +9,13 @@ import argparse
 import json
 import statistics
 import sys
-from pathlib import Path
 
 import torch
 
 from dflare.commands.generate import timed
 from dflare.configuration.arguments import DEFAULT_DRAFTER, DEFAULT_TARGET
 from dflare.configuration.targets import load_pair
-from prompts import FORMATS, draw_prompts
+from prompts import FORMATS, benchmarks_folder, draw_prompts, report_file
 
 SIZES = (1, 4, 8, 16)
 
@@ -71,12 +70,14 @@ def measure_size(target, arms: dict, batches: list, max_new_tokens: int, repeats
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--benchmarks", type=Path, required=True, help="folder with the six benchmarks' JSONL files")
+    parser.add_argument(
+        "--benchmarks", type=benchmarks_folder, required=True, help="folder of the six benchmarks' files"
+    )
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=report_file)
     args = parser.parse_args()
     target, drafter, tokenizer = load_pair(DEFAULT_TARGET, DEFAULT_DRAFTER, args.dtype, padding_side="left")
     per_file = -(-args.prompts // len(FORMATS))

@@ -24,7 +24,7 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
-from prompts import FORMATS, draw_prompts  # noqa: E402
+from prompts import FORMATS, benchmarks_folder, draw_prompts, report_file  # noqa: E402
 
 GROUPS = {
     "math": ("gsm8k", "math500", "aime25"),
@@ -86,7 +86,7 @@ def summarise(rows: list[dict]) -> dict:
         "prompts": len(rows),
         "identical": sum(row["identical"] for row in rows),
         "wide_gaps": sum(row.get("top_two_gap", 0.0) > NEAR_TIE for row in rows),
-        "acceptance_length": statistics.mean(lengths),
+        "acceptance_length": statistics.mean(lengths) if lengths else None,
         "tokens_per_second": speeds,
         "speed_up": speeds["dflare"] / speeds["ordinary"],
         "speed_up_quartiles": statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3,
@@ -97,14 +97,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True)
     parser.add_argument("--drafter", required=True)
-    parser.add_argument("--benchmarks", type=Path, required=True)
+    parser.add_argument("--benchmarks", type=benchmarks_folder, required=True)
     parser.add_argument("--only", choices=list(FORMATS), help="one benchmark instead of all six")
     parser.add_argument("--per-benchmark", type=int, default=9)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--num-draft-tokens", type=int, help="fixed number of drafts to verify; by default adaptive")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--output", type=report_file, required=True)
     args = parser.parse_args()
     dtype = getattr(torch, args.dtype)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
@@ -113,7 +113,6 @@ def main() -> int:
     if args.num_draft_tokens:
         drafter.config.draft_policy, drafter.config.num_draft_tokens = "fixed", args.num_draft_tokens
     report = measure(args, tokenizer, target, drafter)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print_table(report["summary"])
     failed = [row["id"] for row in report["rows"] if not row["identical"] and row["top_two_gap"] > NEAR_TIE]
@@ -175,10 +174,10 @@ def print_table(summary: dict) -> None:
     )
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |")
     for name, group in summary.items():
-        speeds = group["tokens_per_second"]
+        speeds, length = group["tokens_per_second"], group["acceptance_length"] or float("nan")
         quartiles = " / ".join(f"{q:.2f}" for q in group["speed_up_quartiles"])
         print(
-            f"| {name} | {group['prompts']} | {group['identical']} | {group['acceptance_length']:.2f} "
+            f"| {name} | {group['prompts']} | {group['identical']} | {length:.2f} "
             f"| {speeds['ordinary']:.1f} | {speeds['dflare']:.1f} | {group['speed_up']:.2f} | {quartiles} |"
         )
 

@@ -1,5 +1,6 @@
 """Prompts of the six benchmarks, each in the format that it is usually asked in. Imports nothing of the package."""
 
+import argparse
 import json
 import random
 from pathlib import Path
@@ -13,6 +14,20 @@ FORMATS = {
     "mbpp_sanitized": "{}",
     "mt_bench": "{}",
 }
+
+
+def benchmarks_folder(name: str) -> Path:
+    """A command-line argument: a folder that holds all the benchmarks' files."""
+    missing = [file for file in FORMATS if not (Path(name) / f"{file}.jsonl").is_file()]
+    if missing:
+        raise argparse.ArgumentTypeError(f"{name} lacks {', '.join(f'{file}.jsonl' for file in missing)}")
+    return Path(name)
+
+
+def report_file(name: str) -> Path:
+    """A command-line argument: a file to be written in the end, whose folder is made at once."""
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    return Path(name)
 
 
 def draw_prompts(folder: Path, name: str, count: int, seed: int) -> list[dict]:

@@ -18,7 +18,6 @@ import json
 import statistics
 import sys
 import time
-from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer, set_seed
@@ -28,7 +27,7 @@ from dflare.commands.generate import encode
 from dflare.configuration.arguments import DEFAULT_DRAFTER, DEFAULT_TARGET
 from dflare.configuration.targets import load_pair, resolve_target
 from dflare.drafting_dflare import BlockDrafter
-from prompts import FORMATS, draw_prompts
+from prompts import FORMATS, benchmarks_folder, draw_prompts, report_file
 
 LOOKUP_TOKENS = 3  # what prompt lookup proposes; more costs it more than it gains here
 PARTS = ("target", "drafter")
@@ -156,12 +155,14 @@ def measure(dtype: str, temperature: float, prompts: list, args, clock: Clock, r
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--benchmarks", type=Path, required=True, help="folder with the six benchmarks' JSONL files")
+    parser.add_argument(
+        "--benchmarks", type=benchmarks_folder, required=True, help="folder of the six benchmarks' files"
+    )
     parser.add_argument("--per-benchmark", type=int, default=2)
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=report_file)
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(resolve_target(DEFAULT_TARGET))
     drawn = [prompt for name in FORMATS for prompt in draw_prompts(args.benchmarks, name, args.per_benchmark, seed=0)]

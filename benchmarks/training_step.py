@@ -10,6 +10,7 @@ On Linux, glibc gives large tensors back to the system after every operation. Ke
         python benchmarks/training_step.py
 """
 
+import argparse
 import statistics
 import time
 
@@ -38,6 +39,7 @@ def median_seconds(work, runs: int = 5) -> float:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.manual_seed(0)
     target = AutoModelForCausalLM.from_pretrained(resolve_target(DEFAULT_TARGET), dtype=torch.bfloat16)
     target.requires_grad_(False)

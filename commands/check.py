@@ -40,15 +40,20 @@ def run(args: CheckArguments) -> int:
     target, drafter, tokenizer = load_pair(args.target, args.drafter, args.dtype)
     drafter.check_target(target, target.generation_config)
     prompts = [encode(prompt, tokenizer).to(target.device) for prompt in args.prompts]
-    table = Table(title=f"{args.target} with {args.drafter}, {str(target.dtype).removeprefix('torch.')}")
-    table.add_column("")
-    table.add_column("", justify="right")
+    table = Table(
+        title=f"{args.target} with {args.drafter}, {str(target.dtype).removeprefix('torch.')}", show_header=False
+    )
+    table.add_column()
+    table.add_column(justify="right")
     table.add_row("belong together", "yes")
     speeds, same, answers = race(target, drafter, prompts, args.max_new_tokens)
     fitness = measure_fitness(target, answers)
-    verdict = f"{'yes' if fitness.exact else 'NO'} (off by {fitness.difference:.2g}, logits up to {fitness.scale:.3g})"
+    inexact = "NO" if target.dtype == torch.float32 else "up to rounding"
+    verdict = (
+        f"{'yes' if fitness.exact else inexact} (off by {fitness.difference:.2g}, logits up to {fitness.scale:.3g})"
+    )
     table.add_row(f"verifies {WIDTH} tokens at once like one by one", verdict)
-    table.add_row("near-ties that this can turn", f"{fitness.ties} of {fitness.positions} tokens")
+    table.add_row("near-ties that this can turn", f"{fitness.ties} of the last {fitness.positions} tokens")
     table.add_row("answers identical to ordinary decoding", f"{same} of {len(prompts)}")
     table.add_row("speed-up, median of the prompts", f"{statistics.median(speeds):.2f}")
     console.print(table)

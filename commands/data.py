@@ -13,8 +13,6 @@ from dflare.training.regenerate import ResponseStore, check_settings, encode_pro
 
 def run(args: DataArguments) -> int:
     """Reads, cleans and answers the prompts, and says what became of them."""
-    if args.batch_size < 1:
-        raise ValueError(f"batch_size is {args.batch_size}; at least one prompt is answered at once")
     made_with = {key: getattr(args, key) for key in ("target", "temperature", "max_new_tokens")}
     store = ResponseStore(args.output, made_with)
     for path in args.reuse:
@@ -32,7 +30,10 @@ def run(args: DataArguments) -> int:
     if args.limit is not None:  # drawn before what is stored is left out, so that a killed run draws the same again
         todo = random.Random(args.seed).sample(todo, min(args.limit, len(todo)))
     _answer(args, folder, tokenizer, [prompt for prompt in todo if prompt.id not in have], store)
-    print(f"{store.finish(without=removed)} rows in {args.output}")
+    count = store.finish(without=removed)
+    print(f"{count} rows in {args.output}")
+    if not count:
+        raise ValueError("no prompt is left to answer, so there is nothing to train on; the lines above say why")
     return 0
 
 

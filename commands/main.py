@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import sys
+from importlib import metadata
 
 from dflare.configuration.arguments import SECTIONS, add_flags, resolve
 
@@ -10,6 +11,7 @@ from dflare.configuration.arguments import SECTIONS, add_flags, resolve
 def build_parser() -> argparse.ArgumentParser:
     """The parser with one subcommand per section of a recipe."""
     parser = argparse.ArgumentParser(prog="dflare", description="Block-diffusion drafters for Hugging Face generate().")
+    parser.add_argument("--version", action="version", version=f"dflare {metadata.version('dflare')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, arguments in SECTIONS.items():
         summary = str(arguments.__doc__).strip()

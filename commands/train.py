@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import typing
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from transformers import AutoTokenizer, set_seed
 
 from dflare import DFlareConfig, DFlareForBlockDiffusion
 from dflare.checks_dflare import check_sizes
-from dflare.configuration.arguments import TrainArguments
+from dflare.configuration.arguments import TrainArguments, check_name
 from dflare.configuration.targets import load_pretrained, resolve_drafter, resolve_target
 from dflare.training.data import load_responses, response_token_ids, to_sequences
 from dflare.training.trainer import DFlareTrainer, DFlareTrainingArguments
@@ -28,6 +29,7 @@ RUN_SETTINGS = (
     "restrict_vocabulary",
     "seed",
 )
+NUMBERS = {int, float, bool, type(None)}
 
 
 def run(args: TrainArguments) -> int:
@@ -40,9 +42,15 @@ def run(args: TrainArguments) -> int:
     folder = resolve_target(args.target)
     target = load_pretrained("AutoModelForCausalLM", folder, args.target_dtype)
     drafter = build_drafter(args, target, AutoTokenizer.from_pretrained(folder))
+    if (args.draft_vocab_size or 0) > drafter.config.vocab_size:
+        raise ValueError(
+            f"draft_vocab_size is {args.draft_vocab_size}, but the target's vocabulary has {drafter.config.vocab_size}"
+        )
     checkpoint = checkpoint_to_resume(args, drafter.config)
     trainer = build_trainer(args, settings, drafter, target, rows)
     print(f"{sum(p.numel() for p in drafter.parameters()):,} parameters; taps {drafter.config.target_layer_ids}")
+    if checkpoint:
+        print(f"going on from {checkpoint}; settings of the Trainer that differ from its own count from here on")
     trainer.train(resume_from_checkpoint=checkpoint)
     save(trainer, args, rows)
     return 0
@@ -69,7 +77,9 @@ def split_rows(args: TrainArguments, rows: Dataset) -> tuple[Dataset, Dataset]:
     elif 0 < args.validation_size < len(rows):
         train, validation = rows.train_test_split(test_size=args.validation_size, seed=args.seed).values()
     else:
-        raise ValueError(f"validation_size is {args.validation_size}, but data holds {len(rows)} rows")
+        raise ValueError(
+            f"validation_size is {args.validation_size}, but data holds {len(rows)} rows, and some must be left to train on"
+        )
     if not len(train):
         raise ValueError(f"validation_data is {args.validation_data}, which holds every row of {args.data}")
     validation.to_parquet(Path(args.output_dir) / "validation.parquet")
@@ -155,9 +165,11 @@ def save(trainer: DFlareTrainer, args: TrainArguments, rows: Dataset) -> None:
 def training_arguments(args: TrainArguments) -> DFlareTrainingArguments:
     """The Trainer's arguments; `ValueError` for a key that it does not have or a value that it refuses."""
     known = {item.name for item in dataclasses.fields(DFlareTrainingArguments) if item.init} - {"output_dir"}
-    unknown = set(args.trainer) - known
-    if unknown:
-        raise ValueError(f"trainer: unknown keys {sorted(unknown)}; they are DFlareTrainingArguments' fields")
+    kinds = typing.get_type_hints(DFlareTrainingArguments)
+    for key, value in args.trainer.items():
+        check_name("trainer", key, known)
+        if isinstance(value, str) and set(typing.get_args(kinds[key]) or (kinds[key],)) <= NUMBERS:
+            raise ValueError(f"trainer.{key} is {value!r}, but a number is expected")
     try:
         return DFlareTrainingArguments(output_dir=args.output_dir, **{"seed": args.seed, **args.trainer})
     except (TypeError, ValueError) as error:

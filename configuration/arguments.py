@@ -17,9 +17,14 @@ DEFAULT_DRAFTER = "dflare-smollm2-135m"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-def setting(help: str, default=dataclasses.MISSING, choices: tuple | None = None):
-    """A field with its help text; a dict default makes a group whose keys are given as `--group.key value`."""
-    metadata = {"help": help, "choices": choices}
+def setting(help: str, default=dataclasses.MISSING, choices: tuple | None = None, least: float | None = None):
+    """
+    A field with its help text; a dict default makes a group whose keys are given as `--group.key value`.
+
+    Args:
+        choices: the values it may have. least: the smallest number it may be.
+    """
+    metadata = {"help": help, "choices": choices, "least": least}
     if isinstance(default, (dict, list)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -32,14 +37,14 @@ class GenerateArguments:
     prompt: str = setting("What to ask.", "Write a Python function that checks whether a number is prime.")
     target: str = setting(f"Hub id or folder of the target; {DEFAULT_TARGET} is the embedded one.", DEFAULT_TARGET)
     drafter: str = setting(f"Hub id or folder of the drafter; {DEFAULT_DRAFTER} is the embedded one.", DEFAULT_DRAFTER)
-    max_new_tokens: int = setting("Tokens to generate at most.", 128)
-    temperature: float = setting("0 for greedy decoding.", 0.0)
+    max_new_tokens: int = setting("Tokens to generate at most.", 128, least=1)
+    temperature: float = setting("0 for greedy decoding.", 0.0, least=0)
     dtype: str = setting("Type of target and drafter.", "float32", DTYPES)
-    num_assistant_tokens: int | None = setting("Drafts to verify per round at most.", None)
+    num_assistant_tokens: int | None = setting("Drafts to verify per round at most.", None, least=0)
     compare: bool = setting(
         "Decode ordinarily too, compare, and fail if greedy tokens differ (in bf16, near-ties can make them).", False
     )
-    repeats: int = setting("With compare: timed runs of each; the table shows their medians.", 3)
+    repeats: int = setting("With compare: timed runs of each; the table shows their medians.", 3, least=1)
     seed: int = setting("For sampling.", 0)
 
 
@@ -57,7 +62,7 @@ class CheckArguments:
             "Write a short story about a lighthouse keeper.",
         ],
     )
-    max_new_tokens: int = setting("Tokens to generate for each prompt.", 96)
+    max_new_tokens: int = setting("Tokens to generate for each prompt.", 96, least=1)
     dtype: str = setting("Type of target and drafter.", "float32", DTYPES)
 
 
@@ -70,11 +75,11 @@ class DataArguments:
     target: str = setting(f"Hub id or folder of the target; {DEFAULT_TARGET} is the embedded one.", DEFAULT_TARGET)
     benchmarks: list[str] = setting("JSONL files or folders whose prompts must not be trained on.", [])
     reuse: list[str] = setting("Parquet files with responses of this target that need not be generated again.", [])
-    limit: int | None = setting("Prompts to answer newly at most, drawn by the seed; by default all.", None)
-    max_prompt_tokens: int = setting("Longer prompts are left out.", 512)
-    max_new_tokens: int = setting("Where responses are cut.", 256)
-    batch_size: int = setting("Prompts answered at once.", 16)
-    temperature: float = setting("0 for greedy responses.", 0.0)
+    limit: int | None = setting("Prompts to answer newly at most, drawn by the seed; by default all.", None, least=0)
+    max_prompt_tokens: int = setting("Longer prompts are left out.", 512, least=1)
+    max_new_tokens: int = setting("Where responses are cut.", 256, least=1)
+    batch_size: int = setting("Prompts answered at once.", 16, least=1)
+    temperature: float = setting("0 for greedy responses.", 0.0, least=0)
     dtype: str = setting("Type of the target.", "bfloat16", DTYPES)
     seed: int = setting("For the draw and for sampling.", 0)
 
@@ -91,19 +96,23 @@ class TrainArguments:
     drafter: dict = setting("Arguments of DFlareConfig.from_target (num_hidden_layers, block_size, fusion, ...).", {})
     start_from: str | None = setting("Hub id or folder of a drafter to train further, instead of a fresh one.", None)
     trainer: dict = setting("Fields of DFlareTrainingArguments (learning_rate, gamma, num_anchors, ...).", {})
-    max_length: int = setting("Sequences are cut to this many tokens.", 3072)
-    validation_size: int = setting("Rows of the data held back for validation, kept in `validation.parquet`.", 64)
+    max_length: int = setting("Sequences are cut to this many tokens.", 3072, least=2)
+    validation_size: int = setting(
+        "Rows of the data held back for validation, kept in `validation.parquet`.", 64, least=1
+    )
     validation_data: str | None = setting(
         "Parquet file with the rows to validate on, left out of training by their ids; instead of validation_size.",
         None,
     )
     restrict_vocabulary: bool = setting("Let the training loss see only tokens that occur in responses.", False)
     draft_vocab_size: int | None = setting(
-        "Let the finished drafter draft only this many tokens, the most frequent in responses; by default all.", None
+        "Let the finished drafter draft only this many tokens, the most frequent in responses; by default all.",
+        None,
+        least=1,
     )
     final_norm_start: float = setting("Start value of the final norm's scale.", 1.0)
     target_dtype: str = setting("Type of the frozen target.", "bfloat16", DTYPES)
-    threads: int | None = setting("CPU threads; by default torch decides.", None)
+    threads: int | None = setting("CPU threads; by default torch decides.", None, least=1)
     seed: int = setting("For the split, the start values, the order and the anchors.", 0)
 
 
@@ -173,16 +182,17 @@ def read_recipe(path: str, section: str, fields: dict) -> dict:
     if not isinstance(recipe, dict):
         raise ValueError(f"{path}: a recipe is a mapping of sections, found {type(recipe).__name__}")
     for name in recipe:
-        _check_name(f"{path}: section", name, SECTIONS)
+        check_name(f"{path}: section", name, SECTIONS)
     values = recipe.get(section) or {}
     if not isinstance(values, dict):
         raise ValueError(f"{path}: {section} is a mapping of settings, found {values!r}")
     for name in values:
-        _check_name(f"{path}: {section}", name, fields)
+        check_name(f"{path}: {section}", name, fields)
     return values
 
 
-def _check_name(place: str, name: str, known: typing.Collection[str]) -> None:
+def check_name(place: str, name: str, known: typing.Collection[str]) -> None:
+    """Raises `ValueError` for a name that is none of the known ones, with the closest of them."""
     if name not in known:
         close = difflib.get_close_matches(str(name), known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
@@ -197,9 +207,11 @@ def _check_type(name: str, value, item: dataclasses.Field) -> None:
     wrong = [v for v in values if not isinstance(v, allowed) or (isinstance(v, bool) and kind is not bool)]
     if (wrong and not (optional and value is None)) or (many and not isinstance(value, list)):
         raise ValueError(f"{name}: expected {'a list of ' if many else ''}{kind.__name__}, found {value!r}")
-    choices = item.metadata["choices"]
+    choices, least = item.metadata["choices"], item.metadata["least"]
     if choices and value not in choices:
         raise ValueError(f"{name}: {value!r} is none of {', '.join(choices)}")
+    if least is not None and value is not None and value < least:
+        raise ValueError(f"{name} is {value}; the least is {least}")
 
 
 def _pairs(extra: list[str], groups: set[str]) -> typing.Iterator[tuple[str, str, object]]:

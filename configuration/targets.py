@@ -15,8 +15,13 @@ GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def resolve_target(name: str) -> str:
-    """What `from_pretrained` takes for `name`: a hub id or folder as it is, the embedded target as a local folder."""
-    return str(embedded_target()) if name == DEFAULT_TARGET else name
+    """
+    What `from_pretrained` takes for `name`: a hub id or folder as it is, the embedded target as a local folder.
+
+    Raises:
+        ValueError: for a path where nothing lies.
+    """
+    return str(embedded_target()) if name == DEFAULT_TARGET else _existing("target", name)
 
 
 def load_pretrained(kind: str, folder: str, dtype: str):
@@ -40,11 +45,20 @@ def load_pair(target: str, drafter: str, dtype: str, **tokenizer_options):
     Target, drafter and tokenizer by their names, as the commands take them; the drafter in the target's dtype.
 
     Raises:
-        ValueError: as `resolve_target` and `resolve_drafter` do.
+        ValueError: as `resolve_target` and `resolve_drafter` do, and if one is given in the other's place.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     drafter_folder, folder = resolve_drafter(drafter), resolve_target(target)
+    for field, name, source in (("drafter", drafter, drafter_folder), ("target", target, folder)):
+        try:
+            kind = AutoConfig.from_pretrained(source).model_type
+        except (OSError, ValueError) as error:
+            inner = Path(source) / "drafter"
+            hint = f"; did you mean {inner}?" if field == "drafter" and inner.is_dir() else ""
+            raise ValueError(f"{field}: {name} cannot be loaded{hint or f': {error}'}") from None
+        if (kind == "dflare") != (field == "drafter"):
+            raise ValueError(f"{field}: {name} holds a model of type {kind!r}, which is no {field}")
     return (
         load_pretrained("AutoModelForCausalLM", folder, dtype),
         load_pretrained("AutoModel", drafter_folder, dtype),
@@ -57,16 +71,24 @@ def resolve_drafter(name: str) -> str:
     What `from_pretrained` takes for `name`: the embedded drafter as a local folder, anything else as it is.
 
     Raises:
-        ValueError: if the embedded one is asked for where only the package is installed, without the repository.
+        ValueError: for a path where nothing lies, or if the embedded one is asked for where only the package is
+            installed, without the repository.
     """
     if name != DEFAULT_DRAFTER:
-        return name
+        return _existing("drafter", name)
     folder = Path(__file__).resolve().parent.parent / "hub_cards" / DEFAULT_DRAFTER
     if not folder.is_dir():
         raise ValueError(
             f"drafter: {DEFAULT_DRAFTER} comes with the repository, not with the package; there is no {folder}"
         )
     return str(folder)
+
+
+def _existing(field: str, name: str) -> str:
+    """A hub id or folder as it is; what can only be a path has to exist."""
+    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():
+        raise ValueError(f"{field}: there is no folder {name}")
+    return name
 
 
 def embedded_target() -> Path:

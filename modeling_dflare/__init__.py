@@ -23,6 +23,10 @@ def __getattr__(name: str):
     return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
 
 
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
+
+
 def register() -> None:
     """Lets `AutoConfig` and `AutoModel` load drafters without `trust_remote_code`, and hooks them into `generate()`."""
     from transformers import AutoConfig, AutoModel

@@ -23,6 +23,7 @@ def check_target(drafter: PreTrainedModel, target: PreTrainedModel, generation_c
     Raises `ValueError`, before any token is computed, if `drafter` was not made for `target` or if the call cannot be
     accelerated; the message names the field and both values.
     """
+    drafter.config.validate_drafter()  # whose fields can be set at any time
     check_sizes(drafter, target)
     if drafter.training:
         raise ValueError("the drafter is in training mode; call drafter.eval() before generate()")
@@ -81,6 +82,9 @@ def _check_layers(target: PreTrainedModel, text_config) -> None:
 
 
 def _check_options(target: PreTrainedModel, generation_config) -> None:
+    asked = generation_config.num_assistant_tokens
+    if asked is not None and (not isinstance(asked, int) or asked < 0):
+        raise ValueError(f"num_assistant_tokens is {asked!r}; it must be a whole number, and 0 or more")
     if generation_config.use_cache is False:
         raise ValueError("use_cache is False; verification needs the target's cache, so leave use_cache at True")
     if generation_config.cache_implementation == "quantized":

@@ -254,9 +254,14 @@ class DFlareForBlockDiffusion(PreTrainedModel):
         stays the target's own, since the target verifies; what is never drafted costs acceptance. Saved with the drafter.
 
         Raises:
-            ValueError: for no tokens, or one outside the vocabulary.
+            ValueError: for no tokens, one outside the vocabulary, or anything but whole numbers.
         """
-        ids = None if token_ids is None else torch.as_tensor(token_ids, device=self.device).long().unique()
+        if token_ids is not None and not isinstance(token_ids, torch.Tensor):
+            token_ids = list(token_ids)
+        ids = None if token_ids is None else torch.as_tensor(token_ids, device=self.device)
+        if ids is not None and (ids.dim() != 1 or ids.is_floating_point() and len(ids)):
+            raise ValueError(f"token_ids is {token_ids!r}; a list or a tensor (n,) of whole numbers is expected")
+        ids = None if ids is None else ids.long().unique()
         if ids is not None and (not len(ids) or ids[0] < 0 or ids[-1] >= self.config.vocab_size):
             span = f"{int(ids[0])}..{int(ids[-1])}" if len(ids) else "empty"
             raise ValueError(f"token_ids is {span}, but vocab_size is {self.config.vocab_size}")

@@ -114,8 +114,8 @@ def test_mistakes_end_in_one_line(words, message, capsys):
         ("[1]", "a recipe is a mapping"),
         ("train: [1]", "train is a mapping"),
         ("train: {data: [}", "not YAML"),
-        ("train: {data: x, output_dir: y, trainer: {gamma: abc}}", "trainer: "),
-        ("train: {data: x, output_dir: y, trainer: {output_dir: z}}", "unknown keys ['output_dir']"),
+        ("train: {data: x, output_dir: y, trainer: {gamma: abc}}", "trainer.gamma is 'abc'"),
+        ("train: {data: x, output_dir: y, trainer: {output_dir: z}}", "unknown key 'output_dir'"),
     ],
 )
 def test_mistyped_recipes_are_errors(recipe, message, tmp_path, capsys):

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from datasets import Dataset
 
@@ -22,6 +24,12 @@ def load_responses(path: str | Path) -> Dataset:
     """
     if not Path(path).is_file():
         raise ValueError(f"data: there is no file {path}; `dflare data --help` says how to make one")
+    try:
+        count = pq.read_metadata(path).num_rows
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"data: {path} is not a readable parquet file: {error}") from None
+    if not count:
+        raise ValueError(f"data: {path} holds no rows")
     rows = Dataset.from_parquet(str(path), keep_in_memory=True)
     missing = set(COLUMNS) - set(rows.column_names)
     if missing:

@@ -25,7 +25,7 @@ def read_prompts(paths: Iterable[str | Path]) -> list[Prompt]:
         ValueError: naming file and line, for a line that is no such object or has more than one turn.
     """
     prompts: dict[str, Prompt] = {}
-    for id, turns in _read(paths, single_turn=True):
+    for id, turns in _read("prompts", paths, single_turn=True):
         if id in prompts:
             raise ValueError(f"prompts: two rows are called {id}; file stem and id together must be unique")
         prompts[id] = Prompt(id, turns[0])
@@ -34,7 +34,7 @@ def read_prompts(paths: Iterable[str | Path]) -> list[Prompt]:
 
 def read_benchmark_turns(paths: Iterable[str | Path]) -> list[str]:
     """All turns of the benchmark files in `paths`."""
-    return [turn for _, turns in _read(paths, single_turn=False) for turn in turns]
+    return [turn for _, turns in _read("benchmarks", paths, single_turn=False) for turn in turns]
 
 
 def contaminated(prompts: Iterable[Prompt], benchmark_turns: Iterable[str], tokenizer) -> dict[str, str]:
@@ -63,11 +63,11 @@ def _words(text: str) -> str:
     return " ".join(re.findall(r"\w+", text.casefold()))
 
 
-def _read(paths: Iterable[str | Path], single_turn: bool) -> Iterator[tuple[str, list[str]]]:
+def _read(field: str, paths: Iterable[str | Path], single_turn: bool) -> Iterator[tuple[str, list[str]]]:
     for path in map(Path, paths):
         files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
         if not files or not files[0].is_file():
-            raise ValueError(f"prompts: {path} is neither a JSONL file nor a folder with any")
+            raise ValueError(f"{field}: {path} is neither a JSONL file nor a folder with any")
         for file in files:
             # Split at "\n" alone: text may hold other line separators, such as U+2028.
             for number, line in enumerate(file.read_text(encoding="utf-8").rstrip("\n").split("\n"), 1):

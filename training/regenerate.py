@@ -129,6 +129,8 @@ def check_settings(path: str | Path, settings: dict) -> None:
 
 def _opened(read: Callable, path: str | Path):
     """What `read` makes of a parquet file, or one error that names it."""
+    if not Path(path).is_file():
+        raise ValueError(f"there is no file {path}")
     try:
         return read(path)
     except (pa.ArrowException, OSError) as error:

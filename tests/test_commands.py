@@ -1,0 +1,71 @@
+"""What the commands say to a user's mistake: one line that names the field, before work is lost."""
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dflare.commands.main import main
+from dflare.training.regenerate import SCHEMA
+from helpers import tiny_drafter, tiny_target
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A target's folder, a drafter's, and a run whose drafter lies inside."""
+    root = tmp_path_factory.mktemp("pair")
+    target = tiny_target()
+    target.save_pretrained(root / "target")
+    for place in ("own", "run/drafter"):
+        tiny_drafter(target).save_pretrained(root / place)
+    return root
+
+
+def complaint(capsys, *words: str) -> str:
+    """The one line of a command that ends with status 2."""
+    assert main([str(word) for word in words]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("generate --repeats 0", "repeats is 0; the least is 1"),
+        ("generate --temperature -1", "temperature is -1.0; the least is 0"),
+        ("generate --drafter ./nowhere", "drafter: there is no folder ./nowhere"),
+        ("check --target /no/where", "target: there is no folder /no/where"),
+        ("check --drafter {}/target", "holds a model of type 'llama', which is no drafter"),
+        ("check --drafter {0}/own --target {0}/own", "holds a model of type 'dflare', which is no target"),
+        ("generate --drafter {}/run", "did you mean {}/run/drafter?"),
+        ("data --output {}/x.parquet --prompts {}/nothing", "prompts: {}/nothing is neither"),
+        ("train --data {0}/none.parquet --output_dir {0}/t", "data: there is no file {0}/none.parquet"),
+        ("train --data x --output_dir y --trainer.max_steps ten", "trainer.max_steps is 'ten', but a number"),
+        ("train --data x --output_dir y --trainer.maxsteps 3", "unknown key 'maxsteps'; did you mean 'max_steps'?"),
+        ("train --data x --output_dir y --draft_vocab_size 0", "draft_vocab_size is 0; the least is 1"),
+    ],
+)
+def test_mistakes(folders, capsys, words, expected):
+    assert expected.format(folders) in complaint(capsys, *words.format(folders, folders).split())
+
+
+def test_a_benchmarks_folder_that_is_missing_is_called_so(tmp_path, capsys):
+    (tmp_path / "p.jsonl").write_text('{"id": "a", "turns": ["Name a fruit."]}\n')
+    words = ["data", "--prompts", tmp_path / "p.jsonl", "--output", tmp_path / "x.parquet"]
+    assert "benchmarks: nothing is neither" in complaint(capsys, *words, "--benchmarks", "nothing")
+    assert "there is no file gone.parquet" in complaint(capsys, *words, "--reuse", "gone.parquet")
+    assert "no prompt is left to answer" in complaint(capsys, *words, "--limit", "0")
+
+
+def test_data_without_rows_or_of_another_kind(tmp_path, capsys):
+    empty, text = tmp_path / "empty.parquet", tmp_path / "text.parquet"
+    pq.write_table(pa.Table.from_pylist([], schema=SCHEMA), empty)
+    text.write_text("not parquet")
+    for file in (empty, text):
+        line = complaint(capsys, "train", "--data", file, "--output_dir", tmp_path / "run")
+        assert "data: " in line and file.name in line
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out.startswith("dflare 0.")
