@@ -166,8 +166,8 @@ class AdaptivePolicy(FixedPolicy):
         rows: Sequence[Sequence[float | None]] = confidences or [[None] * limit]
         self.buckets = [[bucket_of(*draft) for draft in enumerate(row)] for row in rows]
         tokens = expected_tokens([[self.known.chance(bucket) for bucket in row] for row in self.buckets])
-        count = best_prefix(tokens, self.known.round_seconds(limit))
-        count = max(count, min(limit, int(self.known.looking)))  # only verified drafts can tell
+        least = min(limit, int(self.known.looking))  # only verified drafts can tell whether drafting pays
+        count = best_prefix(tokens, self.known.round_seconds(limit), least)
         self.expected = tokens[count]
         return count
 
@@ -204,9 +204,9 @@ def expected_tokens(chances: Sequence[Sequence[float]]) -> list[float]:
     return [statistics.fmean(column) for column in zip(*rows, strict=True)]
 
 
-def best_prefix(tokens: Sequence[float], seconds: Sequence[float]) -> int:
-    """The number of drafts with the most tokens per second, by what verifying 0, 1, ... gives and costs."""
-    return max(range(len(tokens)), key=lambda count: tokens[count] / seconds[count])
+def best_prefix(tokens: Sequence[float], seconds: Sequence[float], least: int = 0) -> int:
+    """The number of drafts (`least` or more) with the most tokens per second, by what verifying 0, 1, ... gives and costs."""
+    return max(range(least, len(tokens)), key=lambda count: tokens[count] / seconds[count])
 
 
 def bucket_of(place: int, confidence: float | None) -> tuple[int, float]:
