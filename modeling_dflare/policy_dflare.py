@@ -205,7 +205,7 @@ def expected_tokens(chances: Sequence[Sequence[float]]) -> list[float]:
 
 
 def best_prefix(tokens: Sequence[float], seconds: Sequence[float], least: int = 0) -> int:
-    """The number of drafts (`least` or more) with the most tokens per second, by what verifying 0, 1, ... gives and costs."""
+    """The number of drafts, from `least` on, with the most tokens per second, given what each gives and costs."""
     return max(range(least, len(tokens)), key=lambda count: tokens[count] / seconds[count])
 
 
