@@ -12,10 +12,11 @@ import statistics
 from collections.abc import Callable
 
 import torch
+from transformers import AutoTokenizer
 
 from dflare.commands.generate import encode, timed
 from dflare.configuration.arguments import DEFAULT_DRAFTER, DEFAULT_TARGET, CheckArguments
-from dflare.configuration.targets import load_pair
+from dflare.configuration.targets import load_pair, resolve_target
 
 REPEATS = 3
 
@@ -44,7 +45,7 @@ def main() -> None:
     args = parser.parse_args()
     options = {"max_new_tokens": args.max_new_tokens, "do_sample": False, "disable_compile": True}
     options |= {"cache_implementation": "static"} if args.static else {}
-    *_, tokenizer = load_pair(DEFAULT_TARGET, DEFAULT_DRAFTER, args.dtype)
+    tokenizer = AutoTokenizer.from_pretrained(resolve_target(DEFAULT_TARGET))
     prompts = [encode(prompt, tokenizer) for prompt in CheckArguments().prompts]
     runs = make_runs(args.dtype, options)
     for name, generate in runs.items():

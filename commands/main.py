@@ -3,15 +3,15 @@
 import argparse
 import importlib
 import sys
-from importlib import metadata
 
+from dflare import __version__
 from dflare.configuration.arguments import SECTIONS, add_flags, resolve
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser with one subcommand per section of a recipe."""
     parser = argparse.ArgumentParser(prog="dflare", description="Block-diffusion drafters for Hugging Face generate().")
-    parser.add_argument("--version", action="version", version=f"dflare {metadata.version('dflare')}")
+    parser.add_argument("--version", action="version", version=f"dflare {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, arguments in SECTIONS.items():
         summary = str(arguments.__doc__).strip()

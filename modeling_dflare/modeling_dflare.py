@@ -256,17 +256,17 @@ class DFlareForBlockDiffusion(PreTrainedModel):
         Raises:
             ValueError: for no tokens, one outside the vocabulary, or anything but whole numbers.
         """
-        if token_ids is not None and not isinstance(token_ids, torch.Tensor):
-            token_ids = list(token_ids)
-        ids = None if token_ids is None else torch.as_tensor(token_ids, device=self.device)
-        if ids is not None and (ids.dim() != 1 or ids.is_floating_point() and len(ids)):
+        if token_ids is None:
+            self.draft_token_ids = self.config.draft_vocab_size = None
+            return
+        ids = torch.as_tensor(token_ids if isinstance(token_ids, torch.Tensor) else list(token_ids), device=self.device)
+        if ids.dim() != 1 or ids.is_floating_point() and len(ids):
             raise ValueError(f"token_ids is {token_ids!r}; a list or a tensor (n,) of whole numbers is expected")
-        ids = None if ids is None else ids.long().unique()
-        if ids is not None and (not len(ids) or ids[0] < 0 or ids[-1] >= self.config.vocab_size):
+        ids = ids.long().unique()
+        if not len(ids) or ids[0] < 0 or ids[-1] >= self.config.vocab_size:
             span = f"{int(ids[0])}..{int(ids[-1])}" if len(ids) else "empty"
             raise ValueError(f"token_ids is {span}, but vocab_size is {self.config.vocab_size}")
-        self.draft_token_ids = ids
-        self.config.draft_vocab_size = None if ids is None else len(ids)
+        self.draft_token_ids, self.config.draft_vocab_size = ids, len(ids)
 
     # ------------------------------------------------------------------------------------------------- fusion
 

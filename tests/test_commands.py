@@ -30,6 +30,12 @@ def complaint(capsys, *words: str) -> str:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
+        ("train", "--data, --output_dir: missing"),
+        ("train --data x --output_dir y --drafter.depth", "missing its value"),
+        ("train --data x --output_dir y --trainr.lr 1", "unknown argument '--trainr.lr'"),
+        ("train --data nowhere.parquet --output_dir y", "no file nowhere.parquet"),
+        ("train --data x --output_dir y --trainer.learning_rat 1", "learning_rat"),
+        ("generate --config nowhere.yaml", "no file nowhere.yaml"),
         ("generate --repeats 0", "repeats is 0; the least is 1"),
         ("generate --temperature -1", "temperature is -1.0; the least is 0"),
         ("generate --drafter ./nowhere", "drafter: there is no folder ./nowhere"),

@@ -88,23 +88,6 @@ def test_recipes_are_understood(recipe):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["train"], "--data, --output_dir: missing"),
-        (["train", "--data", "x", "--output_dir", "y", "--drafter.depth"], "missing its value"),
-        (["train", "--data", "x", "--output_dir", "y", "--trainr.lr", "1"], "unknown argument '--trainr.lr'"),
-        (["train", "--data", "nowhere.parquet", "--output_dir", "y"], "no file nowhere.parquet"),
-        (["train", "--data", "x", "--output_dir", "y", "--trainer.learning_rat", "1"], "learning_rat"),
-        (["generate", "--config", "nowhere.yaml"], "no file nowhere.yaml"),
-    ],
-)
-def test_mistakes_end_in_one_line(words, message, capsys):
-    assert main(words) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
     ("recipe", "message"),
     [
         ("train: {dta: x}", "unknown key 'dta'; did you mean 'data'?"),

@@ -5,14 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from datasets import Dataset
 
 from .anchors import sample_anchors
-
-COLUMNS = ("id", "prompt_ids", "response_ids", "temperature", "finish_reason")
+from .regenerate import SCHEMA, opened
 
 
 def load_responses(path: str | Path) -> Dataset:
@@ -22,16 +20,10 @@ def load_responses(path: str | Path) -> Dataset:
     Raises:
         ValueError: if the file is missing, lacks a column, or holds no response token at all.
     """
-    if not Path(path).is_file():
-        raise ValueError(f"data: there is no file {path}; `dflare data --help` says how to make one")
-    try:
-        count = pq.read_metadata(path).num_rows
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"data: {path} is not a readable parquet file: {error}") from None
-    if not count:
+    if not opened(pq.read_metadata, path, "data: ").num_rows:
         raise ValueError(f"data: {path} holds no rows")
     rows = Dataset.from_parquet(str(path), keep_in_memory=True)
-    missing = set(COLUMNS) - set(rows.column_names)
+    missing = set(SCHEMA.names) - set(rows.column_names)
     if missing:
         raise ValueError(f"data: {path} lacks the columns {sorted(missing)}; it has {rows.column_names}")
     if not any(len(ids) for ids in rows["response_ids"]):

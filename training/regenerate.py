@@ -112,7 +112,7 @@ class ResponseStore:
 
 def read_rows(path: str | Path) -> list[dict]:
     """Rows of a responses file; `ValueError` naming it if it cannot be read or has other columns."""
-    table = _opened(pq.read_table, path)
+    table = opened(pq.read_table, path)
     if set(SCHEMA.names) - set(table.column_names):
         raise ValueError(f"{path} has the columns {table.column_names}, expected {SCHEMA.names}")
     return table.select(SCHEMA.names).to_pylist()
@@ -120,22 +120,22 @@ def read_rows(path: str | Path) -> list[dict]:
 
 def check_settings(path: str | Path, settings: dict) -> None:
     """Raises `ValueError` if the file says that its rows were made with another value of one of `settings`."""
-    metadata = _opened(pq.read_schema, path).metadata or {}
+    metadata = opened(pq.read_schema, path).metadata or {}
     made_with = json.loads(metadata.get(METADATA_KEY, b"{}"))
     for key, value in settings.items():
         if made_with.get(key, value) != value:
             raise ValueError(f"{key} is {value!r}, but {path} was made with {made_with[key]!r}; choose another output")
 
 
-def _opened(read: Callable, path: str | Path):
-    """What `read` makes of a parquet file, or one error that names it."""
+def opened(read: Callable, path: str | Path, field: str = ""):
+    """What `read` makes of a parquet file, or one error that names it, and the `field` that it was given in."""
     if not Path(path).is_file():
-        raise ValueError(f"there is no file {path}")
+        raise ValueError(f"{field}there is no file {path}; `dflare data --help` says how to make one")
     try:
         return read(path)
     except (pa.ArrowException, OSError) as error:
         raise ValueError(
-            f"{path} is not a readable parquet file ({error}); if it is a damaged part, delete it"
+            f"{field}{path} is not a readable parquet file ({error}); if it is a damaged part, delete it"
         ) from None
 
 
