@@ -157,7 +157,7 @@ def resolve(arguments: type, section: str, namespace: argparse.Namespace, extra:
     fields = {item.name: item for item in dataclasses.fields(arguments)}
     values = read_recipe(recipe, section, fields) if recipe else {}
     values |= {name: value for name, value in given.items() if name in fields}
-    for group, key, value in _pairs(extra, {name for name, item in fields.items() if item.type is dict}):
+    for group, key, value in _pairs(extra, fields):
         values[group] = {**values.get(group, {}), key: value}
     missing = [
         n for n, f in fields.items() if n not in values and f.default is f.default_factory is dataclasses.MISSING
@@ -214,12 +214,15 @@ def _check_type(name: str, value, item: dataclasses.Field) -> None:
         raise ValueError(f"{name} is {value}; the least is {least}")
 
 
-def _pairs(extra: list[str], groups: set[str]) -> typing.Iterator[tuple[str, str, object]]:
+def _pairs(extra: list[str], fields: dict) -> typing.Iterator[tuple[str, str, object]]:
+    known = [f"--{name}." if item.type is dict else f"--{name}" for name, item in fields.items()]
     words = itertools.chain.from_iterable(w.split("=", 1) if w.startswith("--") else [w] for w in extra)
     for flag in words:
         group, _, key = flag.removeprefix("--").partition(".")
-        if not flag.startswith("--") or group not in groups or not key:
-            raise ValueError(f"unknown argument {flag!r}; --help lists the known ones")
+        if not flag.startswith("--") or f"--{group}." not in known or not key:
+            close = difflib.get_close_matches(flag, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else "--help lists the known ones"
+            raise ValueError(f"unknown argument {flag!r}; {hint}")
         value = next(words, None)
         if value is None:
             raise ValueError(f"{flag}: missing its value")

@@ -144,7 +144,13 @@ def detach_from(target) -> None:
 
 
 def _innermost(target) -> PreTrainedModel:
-    """The model itself inside `torch.compile` and PEFT wrappers."""
-    while not isinstance(target, GenerationMixin):
-        target = target._orig_mod if hasattr(target, "_orig_mod") else target.get_base_model()
-    return target
+    """The model itself inside `torch.compile` and PEFT wrappers; `TypeError` if there is none that can generate."""
+    model = target
+    while not isinstance(model, GenerationMixin):
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        else:
+            raise TypeError(f"target is a {type(target).__name__}; a model with generate() is expected")
+    return model

@@ -35,6 +35,8 @@ def complaint(capsys, *words: str) -> str:
         ("train --data x --output_dir y --trainr.lr 1", "unknown argument '--trainr.lr'"),
         ("train --data nowhere.parquet --output_dir y", "no file nowhere.parquet"),
         ("train --data x --output_dir y --trainer.learning_rat 1", "learning_rat"),
+        ("generate --max_new_token 3", "unknown argument '--max_new_token'; did you mean --max_new_tokens?"),
+        ("generate --colour red", "unknown argument '--colour'; --help lists the known ones"),
         ("generate --config nowhere.yaml", "no file nowhere.yaml"),
         ("generate --repeats 0", "repeats is 0; the least is 1"),
         ("generate --temperature -1", "temperature is -1.0; the least is 0"),

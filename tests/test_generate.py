@@ -386,6 +386,8 @@ def test_attach_works_without_the_patched_class(target):
         drafter.detach(torch.compile(target))
         drafter.detach(target)
         assert "_get_candidate_generator" not in target.__dict__
+        with pytest.raises(TypeError, match="target is a int"):
+            drafter.attach(3)
     finally:
         install_hook()
 
