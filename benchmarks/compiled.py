@@ -55,6 +55,7 @@ def main() -> None:
     for _ in range(REPEATS):
         for name, generate in runs.items():
             spent[name].append(timed(lambda generate=generate: [generate(**inputs) for inputs in prompts])[1])
+            print(f"{name}: {spent[name][-1]:.2f} s", flush=True)
     base = statistics.median(next(iter(spent.values())))
     for name, seconds in spent.items():
         print(f"{name:45} {base / statistics.median(seconds):5.2f} times ordinary decoding, nothing compiled")
