@@ -22,7 +22,7 @@ from dflare.candidates_dflare import request_taps, select_taps
 from dflare.configuration.arguments import DEFAULT_TARGET
 from dflare.configuration.targets import resolve_target
 from dflare.drafting_dflare import RestrictedHead
-from dflare.training.loss import block_hidden_states, weighted_cross_entropy
+from dflare.training.loss import block_hidden_states, slot_losses
 
 BATCH, LENGTH, PROMPT, ANCHORS, TOKENS = 4, 280, 100, 64, 15_824
 
@@ -67,7 +67,7 @@ def main() -> None:
     labels = torch.randint(0, TOKENS, hidden.shape[:-1])
 
     def run_loss() -> None:
-        weighted_cross_entropy(hidden, labels, torch.ones(labels.shape), head).backward()
+        slot_losses(hidden.flatten(0, -2), labels.flatten(), head)[0].sum().backward()
 
     for name, work in {"target": run_target, "drafter": run_drafter, "head and loss": run_loss}.items():
         print(f"{name:15} {median_seconds(work):.3f} s")

@@ -1,65 +1,148 @@
 """`dflare data`: prompts to responses of the target."""
 
-import random
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
-from rich.progress import Progress
-from transformers import AutoTokenizer, set_seed
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+from transformers import AutoTokenizer
 
-from dflare.configuration.arguments import DataArguments
+from dflare.configuration.arguments import DataArguments, parse_sources
 from dflare.configuration.targets import load_pretrained, resolve_target
-from dflare.training.prompts import Prompt, contaminated, read_benchmark_turns, read_prompts
-from dflare.training.regenerate import ResponseStore, check_settings, encode_prompts, generate_rows, read_rows
+from dflare.training.decontaminate import BenchmarkIndex, Hit
+from dflare.training.engines import Decoding, Engine, ServerEngine, TransformersEngine
+from dflare.training.prompts import Prompt, in_shard, read_benchmarks, stream_prompts
+from dflare.training.regenerate import Conversations, batched
+from dflare.training.store import ResponseStore, check_settings, conversation_of, read_rows
+
+MADE_WITH = ("target", "temperature", "top_p", "top_k", "max_new_tokens", "enable_thinking")
+CLEANED_AT_ONCE = 1000  # prompts
+
+
+class _Rate(TextColumn):
+    """Tokens per second of the run so far."""
+
+    def render(self, task):
+        return Text(f"{task.fields['tokens'] / max(task.elapsed or 0, 1e-9):,.0f} tokens/s")
+
+
+PROGRESS = (
+    TextColumn("{task.description}"),
+    BarColumn(),
+    MofNCompleteColumn(),
+    _Rate(""),
+    TimeElapsedColumn(),
+    TimeRemainingColumn(),
+)
 
 
 def run(args: DataArguments) -> int:
     """Reads, cleans and answers the prompts, and says what became of them."""
-    made_with = {key: getattr(args, key) for key in ("target", "temperature", "max_new_tokens")}
-    store = ResponseStore(args.output, made_with)
+    if not args.prompts and not args.sources:
+        raise ValueError("prompts and sources are both empty; one of them must say what to answer")
+    output = shard_file(args.output, args.shard)
+    store = ResponseStore(output, {key: getattr(args, key) for key in MADE_WITH})
     for path in args.reuse:
         check_settings(path, {"target": args.target})
     folder = resolve_target(args.target)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    prompts, removed = _clean_prompts(args, tokenizer)
-    names = {prompt.id for prompt in prompts}
-    reusable = {row["id"]: row for path in args.reuse for row in read_rows(path) if row["id"] in names}
-    have = {row["id"] for row in store.rows()}
-    if reused := [row for id, row in reusable.items() if id not in have]:
-        store.add(reused)
-    print(f"{len(reused)} responses reused, {len(have)} already in {args.output}", flush=True)
-    todo = [prompt for prompt in prompts if prompt.id not in reusable]
-    if args.limit is not None:  # drawn before what is stored is left out, so that a killed run draws the same again
-        todo = random.Random(args.seed).sample(todo, min(args.limit, len(todo)))
-    _answer(args, folder, tokenizer, [prompt for prompt in todo if prompt.id not in have], store)
-    count = store.finish(without=removed)
-    print(f"{count} rows in {args.output}")
+    work = _Work(args, store, AutoTokenizer.from_pretrained(folder))
+    work.answer(lambda: make_engine(args, folder))
+    count = store.finish(without={hit.id for hit in work.hits})
+    work.report()
+    print(f"{count} rows in {output}")
     if not count:
         raise ValueError("no prompt is left to answer, so there is nothing to train on; the lines above say why")
     return 0
 
 
-def _clean_prompts(args: DataArguments, tokenizer) -> tuple[list[Prompt], set[str]]:
-    """The prompts that no benchmark holds, and the ids of the others."""
-    prompts = read_prompts(args.prompts)
-    reasons = contaminated(prompts, read_benchmark_turns(args.benchmarks), tokenizer)
-    counts = {kind: list(reasons.values()).count(kind) for kind in ("32-gram", "identical")}
-    print(
-        f"{len(prompts)} prompts, of which removed as benchmark prompts: {counts['32-gram']} by a shared 32-gram, "
-        f"{counts['identical']} identical"
+class _Work:
+    """The prompts of one run on their way: drawn, cleaned, reused, answered."""
+
+    def __init__(self, args: DataArguments, store: ResponseStore, tokenizer):
+        self.args, self.store, self.tokenizer = args, store, tokenizer
+        self.shard = parse_shard(args.shard)
+        self.index = BenchmarkIndex(read_benchmarks(args.benchmarks), tokenizer)
+        self.hits: list[Hit] = []
+        self.have = store.ids()
+        self.before = len(self.have)
+        self.reusable: dict[str, list[dict]] = {}
+        for row in itertools.chain.from_iterable(map(read_rows, args.reuse)):
+            self.reusable.setdefault(conversation_of(row["id"]), []).append(row)
+        self.drawn = self.reused = 0
+
+    def clean(self) -> Iterator[list[Prompt]]:
+        """The prompts of this shard that no benchmark holds, many at a time, in the order that the seed decides."""
+        sources = parse_sources(self.args.sources)
+        stream = stream_prompts(self.args.prompts, sources, self.args.seed, self.args.num_prompts)
+        for batch in batched((prompt for prompt in stream if in_shard(prompt.id, self.shard)), CLEANED_AT_ONCE):
+            self.drawn += len(batch)
+            hits = self.index.find(batch)
+            self.hits += [hit for hit in hits if hit]
+            yield [prompt for prompt, hit in zip(batch, hits, strict=True) if not hit]
+
+    def new(self) -> Iterator[Prompt]:
+        """The clean prompts without a response to be reused; the responses of the others are stored on the way."""
+        for batch in self.clean():
+            known = [p.id for p in batch if p.id in self.reusable and p.id not in self.have]
+            if rows := [row for id in known for row in self.reusable[id]]:
+                self.store.add(rows)
+                self.reused += len(rows)
+            yield from (prompt for prompt in batch if prompt.id not in self.reusable)
+
+    def answer(self, make_engine: Callable[[], Engine]) -> None:
+        """Answers, batch by batch, what is not stored yet; the engine is made when the first prompt needs it."""
+        args = self.args
+        template = {} if args.enable_thinking is None else {"enable_thinking": args.enable_thinking}
+        work = Conversations(self.tokenizer, make_engine, args.temperature, args.max_prompt_tokens, args.seed, template)
+        prompts: Iterable[Prompt] = self.new() if args.sources else list(self.new())
+        total = len(prompts) if isinstance(prompts, list) else args.num_prompts
+        total = args.limit if total is None else min(total, args.limit or total)
+        with Progress(*PROGRESS) as progress:
+            task, tokens = progress.add_task("Answering prompts", total=total, tokens=0), 0
+            for batch in work.batches(itertools.islice(prompts, args.limit), args.batch_size):
+                if todo := [prompt for prompt in batch if prompt.id not in self.have]:
+                    rows = work.answer(todo)
+                    self.store.add(rows)
+                    tokens += sum(len(row["response_ids"]) for row in rows)
+                progress.update(task, advance=len(batch), tokens=tokens)
+        if work.left_out:
+            print(f"{work.left_out} prompts are longer than {args.max_prompt_tokens} tokens and left out")
+
+    def report(self) -> None:
+        """Says what was removed, and lists it where that is wanted."""
+        print(f"{self.reused} responses reused, {self.before} were stored before")
+        print(f"{self.drawn} prompts, of which {len(self.hits)} removed as benchmark prompts")
+        for (benchmark, reason), count in sorted(self.index.counts.items()):
+            print(f"  {benchmark}: {count} {'identical' if reason == 'identical' else 'by a shared ' + reason}")
+        if self.args.removed:
+            lines = [json.dumps({"id": h.id, "reason": h.reason, "benchmarks": h.benchmarks}) for h in self.hits]
+            Path(self.args.removed).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def make_engine(args: DataArguments, folder: str) -> Engine:
+    """Who answers: the target, here or on a server."""
+    decoding = Decoding(args.max_new_tokens, args.temperature, args.top_p, args.top_k)
+    if args.server is None:
+        return TransformersEngine(load_pretrained("AutoModelForCausalLM", folder, args.dtype), decoding)
+    return ServerEngine(
+        args.server, decoding, model=args.server_model, concurrency=args.concurrency, retries=args.retries
     )
-    return [prompt for prompt in prompts if prompt.id not in reasons], set(reasons)
 
 
-def _answer(args: DataArguments, folder: str, tokenizer, prompts: list[Prompt], store: ResponseStore) -> None:
-    if not prompts:
-        return
-    set_seed(args.seed)
-    target = load_pretrained("AutoModelForCausalLM", folder, args.dtype)
-    todo = encode_prompts(prompts, tokenizer, args.max_prompt_tokens)
-    if len(todo) < len(prompts):
-        print(f"{len(prompts) - len(todo)} prompts are longer than {args.max_prompt_tokens} tokens and left out")
-    options = {key: getattr(args, key) for key in ("batch_size", "max_new_tokens", "temperature")}
-    with Progress() as progress:
-        task = progress.add_task("Answering prompts", total=len(todo))
-        for rows in generate_rows(target, todo, **options):
-            store.add(rows)
-            progress.advance(task, len(rows))
+def parse_shard(shard: str | None) -> tuple[int, int]:
+    """K and N of "K/N"; `ValueError` if it is not that."""
+    match = re.fullmatch(r"(\d+)/(\d+)", shard or "1/1")
+    k, n = map(int, match.groups()) if match else (0, 0)
+    if not 1 <= k <= n:
+        raise ValueError(f"shard is {shard!r}; expected K/N with K from 1 to N")
+    return k, n
+
+
+def shard_file(output: str, shard: str | None) -> str:
+    """The file of one shard: responses.parquet becomes responses-00002-of-00008.parquet."""
+    k, n = parse_shard(shard)
+    path = Path(output)
+    return output if shard is None else str(path.with_name(f"{path.stem}-{k:05d}-of-{n:05d}{path.suffix}"))

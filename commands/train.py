@@ -16,7 +16,7 @@ from dflare import DFlareConfig, DFlareForBlockDiffusion
 from dflare.checks_dflare import check_sizes
 from dflare.configuration.arguments import TrainArguments, check_name
 from dflare.configuration.targets import load_pretrained, resolve_drafter, resolve_target
-from dflare.training.data import load_responses, response_token_ids, to_sequences
+from dflare.training.data import load_responses, response_files, response_token_ids, to_sequences
 from dflare.training.trainer import DFlareTrainer, DFlareTrainingArguments
 
 # What a run's checkpoints depend on, besides its data and the drafter's config.
@@ -124,7 +124,7 @@ def checkpoint_to_resume(args: TrainArguments, config: DFlareConfig) -> str | No
     output = Path(args.output_dir)
     output.mkdir(parents=True, exist_ok=True)
     made_of = {key: getattr(args, key) for key in RUN_SETTINGS}
-    made_of["data"] = hashlib.sha256(Path(args.data).read_bytes()).hexdigest()
+    made_of["data"] = [hashlib.sha256(file.read_bytes()).hexdigest() for file in response_files(args.data)]
     made_of |= {f"drafter.{k}": v for k, v in config.to_dict().items() if k not in ("transformers_version", "dtype")}
     made_of = json.loads(json.dumps(made_of))
     record = output / "run.json"

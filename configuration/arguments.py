@@ -67,19 +67,60 @@ class CheckArguments:
 
 
 @dataclass(kw_only=True)
+class Source:
+    """A dataset with prompts: on the Hub, or a JSONL or parquet file; an entry of `sources` in a recipe."""
+
+    path: str = setting("Hub id, folder or file.")
+    subset: str | None = setting("Configuration of the dataset.", None)
+    split: str = setting("Split of the dataset.", "train")
+    revision: str | None = setting("Commit or tag on the Hub.", None)
+    columns: list[str] = setting(
+        "Columns with the user's text, turns or messages; texts of several are joined.", ["turns"]
+    )
+    share: float | None = setting("Weight in the mixture; by default every row is taken.", None, least=0)
+    name: str | None = setting(
+        "What its rows' ids begin with; by default the last part of the path, and the split.", None
+    )
+
+    @property
+    def title(self) -> str:
+        """What its rows' ids begin with."""
+        own = "-".join([Path(self.path).stem, *filter(None, [self.subset]), self.split])
+        return self.name or own
+
+
+@dataclass(kw_only=True)
 class DataArguments:
     """Regenerate responses to prompts with the target, after removing prompts that a benchmark holds."""
 
-    prompts: list[str] = setting("JSONL files, or folders of them: {id, turns: [text]} a line.")
+    prompts: list[str] = setting("JSONL files, or folders of them: {id, turns: [text, ...]} a line.", [])
+    sources: list[dict] = setting("Datasets with their shares (in a recipe): path, split, columns, share, ...", [])
+    num_prompts: int | None = setting("Prompts to draw in all; the shares of sources are shares of it.", None, least=1)
     output: str = setting("Parquet file to write; a killed run goes on where it was.")
     target: str = setting(f"Hub id or folder of the target; {DEFAULT_TARGET} is the embedded one.", DEFAULT_TARGET)
     benchmarks: list[str] = setting("JSONL files or folders whose prompts must not be trained on.", [])
+    removed: str | None = setting("JSONL file for a list of what is removed as a benchmark's, and why.", None)
     reuse: list[str] = setting("Parquet files with responses of this target that need not be generated again.", [])
-    limit: int | None = setting("Prompts to answer newly at most, drawn by the seed; by default all.", None, least=0)
-    max_prompt_tokens: int = setting("Longer prompts are left out.", 512, least=1)
+    limit: int | None = setting("Prompts to answer newly at most; by default all.", None, least=0)
+    shard: str | None = setting("K/N: answer the K-th of N parts of the prompts, for a machine each.", None)
+    max_prompt_tokens: int = setting(
+        "Longer prompts are left out; a conversation ends before a longer turn.", 512, least=1
+    )
     max_new_tokens: int = setting("Where responses are cut.", 256, least=1)
-    batch_size: int = setting("Prompts answered at once.", 16, least=1)
+    batch_size: int = setting("Prompts answered at once; a killed run loses at most so many.", 16, least=1)
     temperature: float = setting("0 for greedy responses.", 0.0, least=0)
+    top_p: float = setting("Where sampled: the share of likeliest tokens to draw from.", 1.0, least=0)
+    top_k: int = setting("Where sampled: the number of likeliest tokens to draw from, 0 for all.", 0, least=0)
+    enable_thinking: bool | None = setting("Passed to the chat template; by default the template decides.", None)
+    server: str | None = setting(
+        "URL of an OpenAI-compatible server (vLLM, SGLang: http://host:8000/v1) that answers instead.",
+        None,
+    )
+    server_model: str | None = setting("What the server calls the target; by default the first that it serves.", None)
+    concurrency: int = setting(
+        "Requests to the server at a time; batch_size should be several times that.", 64, least=1
+    )
+    retries: int = setting("Tries of a failed request after the first, with growing pauses.", 8, least=0)
     dtype: str = setting("Type of the target.", "bfloat16", DTYPES)
     seed: int = setting("For the draw and for sampling.", 0)
 
@@ -88,7 +129,7 @@ class DataArguments:
 class TrainArguments:
     """Train a drafter for a target on the target's own responses."""
 
-    data: str = setting("Parquet file from `dflare data`.")
+    data: str = setting("Parquet file from `dflare data`, a folder of them, or a pattern such as 'out-*.parquet'.")
     output_dir: str = setting(
         "Checkpoints, from the newest of which the same command goes on, and in the end the drafter in `drafter/`."
     )
@@ -127,6 +168,8 @@ def add_flags(parser: argparse.ArgumentParser, arguments: type) -> None:
             parser.add_argument(f"--{item.name}.KEY", metavar="VALUE", help=item.metadata["help"])
             continue
         kind, many = _kind_of(item.type)
+        if kind is dict:
+            continue  # in recipes only
         options: dict = {"help": _help_of(item), "dest": item.name, "default": argparse.SUPPRESS}
         if kind is bool:
             parser.add_argument(f"--{item.name}", action=argparse.BooleanOptionalAction, **options)
@@ -167,6 +210,18 @@ def resolve(arguments: type, section: str, namespace: argparse.Namespace, extra:
     for name, value in values.items():
         _check_type(name, value, fields[name])
     return arguments(**values)
+
+
+def parse_sources(entries: list[dict]) -> list[Source]:
+    """The `sources` of a recipe. Raises `ValueError` for an entry's unknown, missing or wrong key, naming it."""
+    fields = {item.name: item for item in dataclasses.fields(Source)}
+    for place, entry in enumerate(entries):
+        for name, value in entry.items():
+            check_name(f"sources[{place}]", name, fields)
+            _check_type(f"sources[{place}].{name}", value, fields[name])
+        if "path" not in entry:
+            raise ValueError(f"sources[{place}].path is missing; found {entry}")
+    return [Source(**entry) for entry in entries]
 
 
 def read_recipe(path: str, section: str, fields: dict) -> dict:

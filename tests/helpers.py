@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 from dflare import DFlareConfig, DFlareForBlockDiffusion
@@ -11,6 +12,21 @@ from dflare.candidates_dflare import DFlareCandidateGenerator
 from dflare.policy_dflare import FixedPolicy
 
 GOLDEN = Path(__file__).parent / "golden"
+WORDS = [f"w{i}" for i in range(60)]
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def word_tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
+    """`WORDS` for tokens 4 to 63."""
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *WORDS])}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="</s>", pad_token="<pad>", bos_token="<s>", chat_template=template
+    )
 
 
 def tiny_target(vocab_size: int = 64, dtype=torch.float64, seed: int = 0, **overrides) -> LlamaForCausalLM:

@@ -5,7 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dflare.commands.main import main
-from dflare.training.regenerate import SCHEMA
+from dflare.training.store import SCHEMA
 from helpers import tiny_drafter, tiny_target
 
 

@@ -8,8 +8,10 @@ from torch import nn
 
 from dflare.candidates_dflare import request_taps, select_taps
 from dflare.drafting_dflare import RestrictedHead
+from dflare.training import loss as loss_module
 from dflare.training.anchors import IGNORED, anchor_candidates, sample_anchors, slot_labels
-from dflare.training.loss import block_loss, gamma_at, position_weights, rows_of, weighted_cross_entropy
+from dflare.training.loss import Objective, block_hidden_states, block_loss, dense_block_loss, rows_of, slot_losses
+from dflare.training.weights import expected_length_weights, gamma_at, position_weights, until_failure
 from helpers import prompts_of, tiny_drafter, tiny_target
 
 LENGTH, BLOCK = 20, 4
@@ -30,10 +32,11 @@ def make_batch(pair, rows):
     return ids, mask, taps
 
 
-def loss_of(pair, ids, mask, taps, anchors, keep, gamma=4.0, head=None, weight_sum=None):
+def loss_of(pair, ids, mask, taps, anchors, keep, gamma=4.0, head=None, **options):
     target, drafter = pair
     head = head or target.get_output_embeddings()
-    return block_loss(drafter, target.get_input_embeddings(), head, ids, mask, taps, anchors, keep, gamma, weight_sum)
+    embed = target.get_input_embeddings()
+    return block_loss(drafter, embed, head, ids, mask, taps, anchors, keep, gamma, **options)
 
 
 def gradients(pair, loss):
@@ -52,8 +55,9 @@ def test_labels_are_the_tokens_after_the_anchor():
 def test_weights_and_schedules():
     assert position_weights(4, 2.0).tolist() == pytest.approx([1.0, math.exp(-0.5), math.exp(-1.0)])
     assert position_weights(4, None).tolist() == [1.0, 1.0, 1.0]
-    assert [gamma_at(epoch, 4.5, 1.0) for epoch in (0.0, 0.99, 1.0, 5.5)] == [4.5, 4.5, 5.5, 9.5]
-    assert gamma_at(3.0, 4.0, 0.0) == 4.0 and gamma_at(3.0, None, 1.0) is None
+    assert [gamma_at(4.5, 1.0, epoch=epoch) for epoch in (0.0, 0.99, 1.0, 5.5)] == [4.5, 4.5, 5.5, 9.5]
+    assert gamma_at(4.0, 0.0, epoch=3.0) == 4.0 and gamma_at(None, 1.0, epoch=3.0) is None
+    assert [gamma_at(2.0, 1.0, 6.0, epoch=9.0, progress=p) for p in (0.0, 0.5, 1.0, 1.1)] == [2.0, 4.0, 6.0, 6.0]
 
 
 def test_anchors_are_generated_tokens_with_a_generated_successor():
@@ -102,31 +106,139 @@ def test_micro_batches_add_up_to_one_batch(pair, split):
     for size in split:
         part = slice(start, start + size)
         pieces = [t[part] for t in (ids, mask, anchors, keep)]
-        loss = loss_of(pair, pieces[0], pieces[1], [t[part] for t in taps], pieces[2], pieces[3], weight_sum=total)
+        loss = loss_of(pair, pieces[0], pieces[1], [t[part] for t in taps], pieces[2], pieces[3], divisor=total)
         summed += gradients(pair, loss)
         start += size
     torch.testing.assert_close(summed, whole, rtol=1e-4, atol=1e-6)
 
 
-def test_chunks_change_neither_loss_nor_gradient_and_masked_slots_skip_the_head():
+class Wrapped(nn.Module):
+    """A head that is no plain matrix, and counts the rows that it is fed."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.fed = inner, []
+
+    weight = property(lambda self: self.inner.weight)
+
+    def forward(self, states):
+        self.fed.append(len(states))
+        return self.inner(states)
+
+
+@pytest.mark.parametrize("at_once", [2**24, 130])
+@pytest.mark.parametrize("kind", ["plain", "bias", "wrapped", "restricted"])
+def test_losses_are_the_dense_ones_a_few_rows_at_a_time(monkeypatch, kind, at_once):
+    monkeypatch.setattr(loss_module, "LOGITS_AT_ONCE", at_once)
     torch.manual_seed(0)
-    head, rows = nn.Linear(8, 50, bias=False), []
-    head.register_forward_hook(lambda module, args, output: rows.append(len(args[0])))
-    labels = torch.randint(0, 50, (5, 7))
-    labels[1, 3:] = labels[4] = IGNORED
-    weights = torch.rand(5, 7)
-    results = []
-    for chunk in (1000, 4):
-        hidden = torch.randn(5, 7, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        loss = weighted_cross_entropy(hidden, labels, weights, head, chunk)
-        loss.backward()
-        results.append((loss.detach(), hidden.grad))
-        assert sum(rows) in (24, 48) and max(rows) <= chunk
-        rows.clear()
-    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-5)
-    dense = nn.functional.cross_entropy(head(hidden)[labels != IGNORED], labels[labels != IGNORED], reduction="none")
-    torch.testing.assert_close((dense * weights[labels != IGNORED]).sum(), results[0][0], rtol=1e-5, atol=1e-5)
-    assert not results[0][1][labels == IGNORED].any()
+    plain = nn.Linear(8, 50, bias=kind == "bias").requires_grad_(False)
+    head = {"wrapped": Wrapped(plain), "restricted": RestrictedHead(plain, torch.arange(50))}.get(kind, plain)
+    labels, weights = torch.randint(0, 50, (23,)), torch.rand(23)
+    states = torch.randn(23, 8, requires_grad=True)
+    losses, hits = slot_losses(states, labels, head)
+    (losses * weights).sum().backward()
+    ours, states.grad = states.grad, None
+    dense = nn.functional.cross_entropy(plain(states), labels, reduction="none")
+    (dense * weights).sum().backward()
+    torch.testing.assert_close(losses, dense, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours, states.grad, rtol=1e-5, atol=1e-5)
+    assert torch.equal(hits, plain(states).argmax(dim=-1) == labels)
+    if kind == "wrapped":
+        assert max(head.fed) == (2 if at_once == 130 else 23)
+    assert slot_losses(states[:0], labels[:0], head)[0].shape == (0,)
+
+
+@pytest.mark.parametrize("gamma", [None, 2.5])
+def test_the_block_loss_is_the_dense_reference(pair, gamma):
+    ids, mask, taps = make_batch(pair, [4, 15])
+    anchors, keep = torch.tensor([[5, 9], [17, 18]]), torch.tensor([[True, True], [True, False]])
+    ours = loss_of(pair, ids, mask, taps, anchors, keep, gamma)
+    gradient = gradients(pair, ours)
+    hidden = block_hidden_states(pair[1], pair[0].get_input_embeddings(), ids, taps, anchors, keep)[:, :, 1:]
+    labels = slot_labels(ids, mask, anchors, keep, BLOCK)
+    dense = dense_block_loss(hidden, labels, pair[0].get_output_embeddings(), gamma)
+    torch.testing.assert_close(ours, dense, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient, gradients(pair, dense), rtol=1e-4, atol=1e-6)
+
+
+def test_masked_slots_never_reach_the_head(pair):
+    ids, mask, taps = make_batch(pair, [4, 15])
+    anchors, keep = torch.tensor([[5, 9], [17, 18]]), torch.tensor([[True, True], [True, False]])
+    head = Wrapped(pair[0].get_output_embeddings())
+    loss_of(pair, ids, mask, taps, anchors, keep, head=head)
+    assert head.fed == [3 + 3 + 2]
+
+
+# ------------------------------------------------------------------------------------------------- other objectives
+
+
+def test_slots_weigh_what_they_add_to_the_expected_length():
+    chances = torch.tensor([[0.9, 0.5, 0.2], [0.3, 0.6, 0.7]])
+    valid = torch.tensor([[True, True, True], [True, True, False]])
+    weights = expected_length_weights(-chances.log(), valid, alpha=0.0)
+    first = [0.9 + 0.45 + 0.09, 0.45 + 0.09, 0.09]
+    torch.testing.assert_close(weights, torch.tensor([first, [0.3 + 0.18, 0.18, 0.0]]))
+    # Its weighted gradient is that of the expected length itself, which is what it was derived from.
+    logs = chances[:1].log().requires_grad_()
+    logs.exp().cumprod(dim=-1).sum().backward()
+    torch.testing.assert_close(logs.grad[0], torch.tensor(first))
+    assert expected_length_weights(-chances.log(), valid, alpha=1.0).tolist() == [[3.0, 2.0, 1.0], [2.0, 1.0, 0.0]]
+
+
+def test_slots_after_the_first_failure_do_not_count():
+    hits = torch.tensor([[1, 1, 0, 1], [0, 1, 1, 1], [1, 1, 1, 1]]).bool()
+    valid = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 0, 0]]).bool()
+    assert until_failure(hits, valid).int().tolist() == [[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0]]
+
+
+@pytest.mark.parametrize("objective", [Objective("expected_length"), Objective("until_failure")])
+def test_weightings_are_applied_to_the_slots_own_losses(pair, objective):
+    ids, mask, taps = make_batch(pair, [4, 15])
+    anchors, keep = torch.tensor([[5, 9], [17, 18]]), torch.tensor([[True, True], [True, False]])
+    ours = loss_of(pair, ids, mask, taps, anchors, keep, objective=objective)
+    hidden = block_hidden_states(pair[1], pair[0].get_input_embeddings(), ids, taps, anchors, keep)[:, :, 1:]
+    labels = slot_labels(ids, mask, anchors, keep, BLOCK)
+    valid, logits = labels != IGNORED, pair[0].get_output_embeddings()(hidden)
+    losses = nn.functional.cross_entropy(logits.transpose(1, -1), labels.transpose(1, -1), reduction="none").transpose(
+        1, -1
+    )
+    if objective.weighting == "expected_length":
+        expected = (losses * expected_length_weights(losses, valid, 0.5)).sum() / 3
+    else:
+        decay = position_weights(BLOCK, 4.0)
+        expected = (losses * decay * until_failure(logits.argmax(-1) == labels, valid)).sum() / (decay * valid).sum()
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["kl", "total_variation"])
+def test_distillation_compares_with_what_the_target_says_before_each_label(pair, kind):
+    target, drafter = pair
+    ids, mask, taps = make_batch(pair, [4, 15])
+    anchors, keep = torch.tensor([[5, 9], [17, 18]]), torch.tensor([[True, True], [True, False]])
+    states = target.get_decoder()(input_ids=ids).last_hidden_state
+    objective = Objective(distillation=kind, share=1.0)
+    ours = loss_of(pair, ids, mask, taps, anchors, keep, gamma=None, objective=objective, target_states=states)
+    hidden = block_hidden_states(drafter, target.get_input_embeddings(), ids, taps, anchors, keep)[:, :, 1:]
+    head, total, count = target.get_output_embeddings(), 0.0, 0
+    labels, truth = slot_labels(ids, mask, anchors, keep, BLOCK), target(input_ids=ids).logits.softmax(dim=-1)
+    for b, a, k in (labels != IGNORED).nonzero().tolist():
+        p, q = truth[b, anchors[b, a] + k], head(hidden[b, a, k]).softmax(dim=-1)
+        total += (p * (p / q).log()).sum() if kind == "kl" else (p - q).abs().sum() / 2
+        count += 1
+    torch.testing.assert_close(ours, total / count, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"weighting": "x"}, "weighting is 'x'"),
+        ({"distillation": "mse"}, "distillation is 'mse'"),
+        ({"share": 1.5}, "share is 1.5"),
+    ],
+)
+def test_bad_objectives_name_the_field(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Objective(**fields)
 
 
 def test_gradient_checkpointing_changes_nothing(pair):

@@ -1,57 +1,24 @@
-"""Prompts to responses to a trained drafter, on a tiny pair."""
+"""Responses to a trained drafter, on a tiny pair."""
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModel, PreTrainedTokenizerFast
+from transformers import AutoModel
 
 from dflare.commands.main import main
 from dflare.training.data import BlockCollator, load_responses, response_token_ids, to_sequences
-from dflare.training.prompts import Prompt, contaminated, read_prompts
-from dflare.training.regenerate import SCHEMA, ResponseStore, encode_prompts, generate_rows, read_rows
+from dflare.training.store import SCHEMA, read_rows
 from dflare.training.trainer import DFlareTrainer, DFlareTrainingArguments, sequence_statistics
 from helpers import greedy, tiny_drafter, tiny_target
 
-WORDS = [f"w{i}" for i in range(60)]
-TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} {% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    vocabulary = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *WORDS])}
-    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner, eos_token="</s>", pad_token="<pad>", bos_token="<s>", chat_template=TEMPLATE
-    )
-
-
-@pytest.fixture(scope="module")
-def target():
-    target = tiny_target(dtype=torch.float32)
-    target.generation_config.eos_token_id = 2
-    return target
-
-
-@pytest.fixture
-def files(tmp_path, target, tokenizer):
-    """A target folder and 40 prompts."""
-    target.save_pretrained(tmp_path / "target")
-    tokenizer.save_pretrained(tmp_path / "target")
-    rows = [{"id": f"p{i}", "turns": [" ".join(WORDS[(i + j) % 60] for j in range(3 + i % 5))]} for i in range(40)]
-    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + "\n")
-    return tmp_path
+def target(talker):
+    """The target that the responses are of."""
+    return talker
 
 
 def rows_of(target, count=24, length=40):
@@ -64,116 +31,6 @@ def rows_of(target, count=24, length=40):
             dict(zip(SCHEMA.names, (f"r{i}", prompt[0].tolist(), response.tolist(), 0.0, "length"), strict=True))
         )
     return rows
-
-
-# ------------------------------------------------------------------------------------------------- data
-
-
-def test_the_masked_tokens_are_what_the_target_generated(target, tokenizer):
-    prompts = [Prompt("a", "w1 w2 w3"), Prompt("b", "w9"), Prompt("long", " ".join(WORDS))]
-    encoded = encode_prompts(prompts, tokenizer, max_tokens=20)
-    assert set(encoded) == {"a", "b"}
-    (rows,) = generate_rows(target, encoded, batch_size=2, max_new_tokens=15, temperature=0.0)
-    sequences = to_sequences(Dataset.from_list(rows), max_length=400)
-    for row, sequence in zip(rows, sequences, strict=True):
-        alone = greedy(target, torch.tensor([encoded[row["id"]]]), max_new_tokens=15)[0].tolist()
-        assert sequence["input_ids"] == alone
-        masked = [t for t, m in zip(sequence["input_ids"], sequence["loss_mask"], strict=True) if m]
-        assert masked == row["response_ids"] == alone[len(encoded[row["id"]]) :]
-        assert row["finish_reason"] == ("stop" if alone[-1] == 2 else "length")
-
-
-def test_sequences_are_cut_and_empty_ones_dropped():
-    rows = [("a", [5] * 6, [7] * 6, 0.0, "stop"), ("b", [5] * 9, [7] * 5, 0.8, "stop"), ("c", [5], [7], 0.0, "stop")]
-    sequences = to_sequences(
-        Dataset.from_list([dict(zip(SCHEMA.names, row, strict=True)) for row in rows]), max_length=10
-    )
-    assert [(s["length"], sum(s["loss_mask"]), s["greedy"]) for s in sequences] == [(10, 4, True)]
-
-
-def test_benchmark_prompts_are_found_short_and_long(tokenizer):
-    long = " ".join(WORDS[:40])
-    prompts = [
-        Prompt("inside", "w50 w51 " + " ".join(WORDS[3:36]) + " w52"),
-        Prompt("short", "W7, w8!"),
-        Prompt("31 tokens", " ".join(WORDS[:31])),
-        Prompt("clean", "w1 w2"),
-    ]
-    assert contaminated(prompts, [long, "w7 w8"], tokenizer) == {"inside": "32-gram", "short": "identical"}
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "prompts.jsonl:1: not JSON"),
-        ('{"id": "a"}', "prompts.jsonl:1: expected"),
-        ('{"id": "a", "turns": ["x", "y"]}', "2 turns"),
-    ],
-)
-def test_bad_prompt_files_name_the_line(tmp_path, text, message):
-    file = tmp_path / "prompts.jsonl"
-    file.write_text(text + "\n")
-    with pytest.raises(ValueError, match=message):
-        read_prompts([file])
-
-
-def test_line_separators_inside_text_do_not_end_a_row(tmp_path):
-    file = tmp_path / "prompts.jsonl"
-    file.write_text(json.dumps({"id": "a", "turns": ["x\u2028y\x85z"]}, ensure_ascii=False) + "\n", encoding="utf-8")
-    assert read_prompts([file]) == [Prompt("prompts/a", "x\u2028y\x85z")]
-
-
-def test_a_killed_data_run_goes_on_without_lost_or_repeated_rows(files):
-    output = files / "out.parquet"
-    words = ["data", "--target", str(files / "target"), "--prompts", str(files / "prompts.jsonl"), "--output", str(output),
-             "--batch_size", "1", "--max_new_tokens", "20", "--dtype", "float32"]  # fmt: skip
-    run = subprocess.Popen([sys.executable, "-m", "dflare.commands.main", *words])
-    parts = output.with_name("out.parquet.parts")
-    deadline = time.time() + 120
-    while len(list(parts.glob("*.parquet")) if parts.exists() else []) < 5 and time.time() < deadline:
-        time.sleep(0.02)
-    run.send_signal(signal.SIGKILL)
-    run.wait()
-    done = {row["id"]: row for row in ResponseStore(output).rows()}
-    assert 5 <= len(done) <= 40
-    assert main(words) == 0
-    rows = read_rows(output)
-    assert sorted(row["id"] for row in rows) == sorted(f"prompts/p{i}" for i in range(40))
-    assert all(done.get(row["id"], row) == row for row in rows) and not parts.exists()
-
-
-def test_stored_responses_are_kept_and_never_mixed(files, capsys):
-    output = files / "out.parquet"
-    words = [
-        "data",
-        "--target",
-        str(files / "target"),
-        "--prompts",
-        str(files / "prompts.jsonl"),
-        "--output",
-        str(output),
-    ]
-    words += ["--max_new_tokens", "4", "--dtype", "float32", "--batch_size", "8"]
-    assert main([*words, "--limit", "10"]) == 0
-    first = {row["id"] for row in read_rows(output)}
-    assert main([*words, "--limit", "10"]) == 0  # the same draw: nothing is added
-    assert {row["id"] for row in read_rows(output)} == first and len(first) == 10
-    few = files / "few.jsonl"
-    few.write_text('{"id": "x", "turns": ["w1 w2"]}\n')
-    assert main([*words[:4], str(few), *words[5:]]) == 0  # other prompts: what is stored stays
-    assert {row["id"] for row in read_rows(output)} == first | {"few/x"}
-    assert main([*words, "--temperature", "1.0"]) == 2
-    assert "temperature is 1.0, but" in capsys.readouterr().err
-
-
-def test_responses_without_a_token_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="no file"):
-        load_responses(tmp_path / "none.parquet")
-    store = ResponseStore(tmp_path / "empty.parquet")
-    store.add([dict(zip(SCHEMA.names, ("a", [1], [], 0.0, "stop"), strict=True))])
-    store.finish()
-    with pytest.raises(ValueError, match="no response token"):
-        load_responses(tmp_path / "empty.parquet")
 
 
 # ------------------------------------------------------------------------------------------------- trainer

@@ -1,5 +1,6 @@
 """Regenerated responses as training sequences: token ids, and a mask over exactly what the target generated."""
 
+import glob
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,22 +11,32 @@ import torch
 from datasets import Dataset
 
 from .anchors import sample_anchors
-from .regenerate import SCHEMA, opened
+from .store import SCHEMA, opened
+
+
+def response_files(path: str | Path) -> list[Path]:
+    """The parquet files that `path` stands for: a file, a folder of them, or a pattern such as `out-*.parquet`."""
+    place = Path(path)
+    if place.is_dir():
+        return sorted(place.glob("*.parquet"))
+    return sorted(map(Path, glob.glob(str(path)))) or [place]
 
 
 def load_responses(path: str | Path) -> Dataset:
     """
-    Rows that `dflare data` wrote (parquet), one response of the target each.
+    Rows that `dflare data` wrote (a parquet file, a folder of them, or a pattern), one response of the target each.
 
     Raises:
-        ValueError: if the file is missing, lacks a column, or holds no response token at all.
+        ValueError: if nothing lies there, a file lacks a column, or there is no response token at all.
     """
-    if not opened(pq.read_metadata, path, "data: ").num_rows:
+    files = response_files(path)
+    for file in files:
+        schema = opened(pq.read_schema, file, "data: ")
+        if missing := set(SCHEMA.names) - set(schema.names):
+            raise ValueError(f"data: {file} lacks the columns {sorted(missing)}; it has {schema.names}")
+    if not sum(pq.read_metadata(file).num_rows for file in files):
         raise ValueError(f"data: {path} holds no rows")
-    rows = Dataset.from_parquet(str(path), keep_in_memory=True)
-    missing = set(SCHEMA.names) - set(rows.column_names)
-    if missing:
-        raise ValueError(f"data: {path} lacks the columns {sorted(missing)}; it has {rows.column_names}")
+    rows = Dataset.from_parquet(list(map(str, files)), keep_in_memory=True)
     if not any(len(ids) for ids in rows["response_ids"]):
         raise ValueError(f"data: {path} holds no response token, so there is nothing to learn from")
     return rows

@@ -1,83 +1,179 @@
-"""Prompts from JSONL, and the removal of those that a benchmark holds too."""
+"""
+Prompts: the user's side of conversations, from JSONL files and from any dataset that `datasets` can stream. A mixture takes
+its share from each source, in an order that the seed alone decides.
+"""
 
+import itertools
 import json
-import re
-from collections.abc import Iterable, Iterator
+import random
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-NGRAM = 32  # tokens of the target that a training prompt may not share with a benchmark prompt (paper, Settings)
+from transformers.utils import logging
+
+from dflare.configuration.arguments import Source
+
+logger = logging.get_logger(__name__)
+SHUFFLE_BUFFER = 10_000  # rows of a stream among which the next one is drawn
+ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user"}
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One user turn; `id` is the file's stem and the row's own id."""
+    """What a user says in one conversation, turn by turn; `id` is the source's name and the row's own id."""
 
     id: str
-    text: str
+    turns: tuple[str, ...]
+    system: str | None = None
 
 
 def read_prompts(paths: Iterable[str | Path]) -> list[Prompt]:
     """
-    The prompts of JSONL files, or of all JSONL files in a folder: `{"id": str, "turns": [str]}` a line.
+    The prompts of JSONL files, or of all JSONL files in a folder: `{"id": str, "turns": [str, ...]}` a line, with `system`
+    where there is a system prompt.
 
     Raises:
-        ValueError: naming file and line, for a line that is no such object or has more than one turn.
+        ValueError: naming file and line, for a line that is no such object; for two rows with the same id.
     """
     prompts: dict[str, Prompt] = {}
-    for id, turns in _read("prompts", paths, single_turn=True):
-        if id in prompts:
-            raise ValueError(f"prompts: two rows are called {id}; file stem and id together must be unique")
-        prompts[id] = Prompt(id, turns[0])
+    for prompt in _read("prompts", paths):
+        if prompt.id in prompts:
+            raise ValueError(f"prompts: two rows are called {prompt.id}; file stem and id together must be unique")
+        prompts[prompt.id] = prompt
     return list(prompts.values())
 
 
-def read_benchmark_turns(paths: Iterable[str | Path]) -> list[str]:
-    """All turns of the benchmark files in `paths`."""
-    return [turn for _, turns in _read("benchmarks", paths, single_turn=False) for turn in turns]
+def read_benchmarks(paths: Iterable[str | Path]) -> dict[str, list[str]]:
+    """All turns of the benchmark files in `paths`, by the file's stem."""
+    turns: dict[str, list[str]] = {}
+    for prompt in _read("benchmarks", paths):
+        turns.setdefault(prompt.id.partition("/")[0], []).extend(prompt.turns)
+    return turns
 
 
-def contaminated(prompts: Iterable[Prompt], benchmark_turns: Iterable[str], tokenizer) -> dict[str, str]:
+def stream_prompts(
+    paths: Sequence[str], sources: Sequence[Source], seed: int, num_prompts: int | None = None
+) -> Iterator[Prompt]:
     """
-    Ids of prompts that also stand in a benchmark, each with the reason: `"32-gram"` for a shared run of that many of the
-    target's tokens, `"identical"` for the same words (case and punctuation aside), which catches shorter ones.
+    The prompts of `paths`, shuffled, and of `sources`, each in its share.
+
+    Args:
+        paths: JSONL files and folders, as `read_prompts` takes them; a source without a share, called `prompts`.
+        num_prompts: how many to take in all; needed where a source has a share.
+    Raises:
+        ValueError: as `read_prompts` and `read_source` do, and for shares without `num_prompts`.
     """
-    turns = list(benchmark_turns)
-    grams = {gram for turn in turns for gram in _grams(tokenizer, turn)}
-    whole = {_words(turn) for turn in turns}
-    reasons = {}
-    for prompt in prompts:
-        if _words(prompt.text) in whole:
-            reasons[prompt.id] = "identical"
-        elif any(gram in grams for gram in _grams(tokenizer, prompt.text)):
-            reasons[prompt.id] = "32-gram"
-    return reasons
+    if any(source.share for source in sources) and num_prompts is None:
+        raise ValueError("num_prompts is missing; the shares of sources are shares of it")
+    streams = [read_source(source, seed) for source in sources]
+    if paths:
+        local = read_prompts(paths)
+        random.Random(seed).shuffle(local)
+        streams.insert(0, iter(local))
+    shares = [None] * bool(paths) + [source.share for source in sources]
+    return itertools.islice(_mix(streams, shares, num_prompts, [*sources]), num_prompts)
 
 
-def _grams(tokenizer, text: str) -> Iterator[tuple[int, ...]]:
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return (tuple(ids[i : i + NGRAM]) for i in range(len(ids) - NGRAM + 1))
+def read_source(source: Source, seed: int) -> Iterator[Prompt]:
+    """
+    A dataset's prompts, streamed in an order drawn by the seed; rows without a user's text are left out and counted.
+
+    Raises:
+        ValueError: if the dataset cannot be loaded or lacks a column, naming both.
+    """
+    from datasets import load_dataset
+
+    kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(Path(source.path).suffix)
+    place: dict = {"path": source.path, "name": source.subset, "split": source.split, "revision": source.revision}
+    if kind and Path(source.path).is_file():
+        place = {"path": kind, "data_files": source.path, "split": "train"}
+    try:
+        rows = load_dataset(**place, streaming=True)
+    except Exception as error:  # of many kinds, from hub, network and readers
+        raise ValueError(f"sources: {source.path} cannot be loaded: {' '.join(str(error).split())}") from error
+    numbered = rows.map(
+        lambda row, place: {"place": place, "row": row}, with_indices=True, remove_columns=rows.column_names
+    )
+    empty = 0
+    for entry in numbered.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER):
+        if prompt := to_prompt(f"{source.title}/{entry['place']}", entry["row"], source):
+            yield prompt
+        else:
+            empty += 1
+    if empty:
+        logger.warning(f"{empty} rows of {source.path} hold no text of a user and were left out")
 
 
-def _words(text: str) -> str:
-    return " ".join(re.findall(r"\w+", text.casefold()))
+def to_prompt(id: str, row: dict, source: Source) -> Prompt | None:
+    """
+    A dataset's row as a prompt, or None if it holds no user's text. A column may hold a text, several turns, or messages
+    (`role` and `content`, or `from` and `value`), of which the assistant's are dropped; several columns' texts are joined.
+    """
+    missing = [column for column in source.columns if column not in row]
+    if missing:
+        raise ValueError(f"sources: {source.path} has no column {missing[0]!r}; it has {', '.join(row)}")
+    values = [row[column] for column in source.columns if row[column]]
+    if all(isinstance(value, str) for value in values):
+        values = [["\n\n".join(values)]] if values else [[]]
+    system: list[str] = []
+    turns: list[str] = []
+    for entry in itertools.chain.from_iterable(values):
+        role, text = ("user", entry) if isinstance(entry, str) else _message(entry)
+        {"system": system, "user": turns}.get(role, []).append(text.strip())
+    turns = [turn for turn in turns if turn]
+    return Prompt(id, tuple(turns), "\n\n".join(filter(None, system)) or None) if turns else None
 
 
-def _read(field: str, paths: Iterable[str | Path], single_turn: bool) -> Iterator[tuple[str, list[str]]]:
+def in_shard(id: str, shard: tuple[int, int]) -> bool:
+    """Whether a prompt belongs to shard k of n (k from 1); every id belongs to one."""
+    return zlib.crc32(id.encode()) % shard[1] == shard[0] - 1
+
+
+def _message(entry: dict) -> tuple[str, str]:
+    role = ROLES.get(str(entry.get("role", entry.get("from"))), "other")
+    content = entry.get("content", entry.get("value"))
+    if isinstance(content, list):  # parts, of which the texts count
+        content = "\n".join(part.get("text") or "" for part in content if isinstance(part, dict))
+    return role, content or ""
+
+
+def _mix(streams: list, shares: list, total: int | None, sources: list[Source]) -> Iterator[Prompt]:
+    """Whole streams first, then those with a share, in turn so that each has its share of `total` at any time."""
+    for stream, share in zip(streams, shares, strict=True):
+        if share is None:
+            yield from stream
+    parts = [(stream, share) for stream, share in zip(streams, shares, strict=True) if share is not None]
+    names = [source.path for source in sources if source.share is not None]
+    whole = sum(share for _, share in parts)
+    quotas = [round(share / whole * (total or 0)) for _, share in parts]
+    taken = [0] * len(parts)
+    while behind := [place for place, quota in enumerate(quotas) if taken[place] < quota]:
+        place = min(behind, key=lambda place: taken[place] / quotas[place])
+        prompt = next(parts[place][0], None)
+        if prompt is None:
+            logger.warning(
+                f"{names[place]} ends after {taken[place]} prompts, of {quotas[place]} that its share asks for"
+            )
+            quotas[place] = taken[place]
+            continue
+        taken[place] += 1
+        yield prompt
+
+
+def _read(field: str, paths: Iterable[str | Path]) -> Iterator[Prompt]:
     for path in map(Path, paths):
         files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
         if not files or not files[0].is_file():
             raise ValueError(f"{field}: {path} is neither a JSONL file nor a folder with any")
         for file in files:
-            # Split at "\n" alone: text may hold other line separators, such as U+2028.
-            for number, line in enumerate(file.read_text(encoding="utf-8").rstrip("\n").split("\n"), 1):
-                row = _parse(line, f"{file}:{number}")
-                if single_turn and len(row["turns"]) != 1:
-                    raise ValueError(f"{file}:{number}: turns holds {len(row['turns'])} turns; one is supported here")
-                yield f"{file.stem}/{row['id']}", row["turns"]
+            with file.open(encoding="utf-8", newline="\n") as lines:  # text may hold other line separators
+                for number, line in enumerate(lines, 1):
+                    yield _parse(line, file.stem, f"{file}:{number}")
 
 
-def _parse(line: str, place: str) -> dict:
+def _parse(line: str, name: str, place: str) -> Prompt:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -85,4 +181,4 @@ def _parse(line: str, place: str) -> dict:
     turns = row.get("turns") if isinstance(row, dict) else None
     if not turns or not isinstance(turns, list) or not all(isinstance(turn, str) for turn in [*turns, row.get("id")]):
         raise ValueError(f'{place}: expected {{"id": text, "turns": [text, ...]}}, found {line[:80]!r}')
-    return row
+    return Prompt(f"{name}/{row['id']}", tuple(turns), row.get("system"))

@@ -12,7 +12,8 @@ from dflare.drafting_dflare import RestrictedHead
 
 from .anchors import IGNORED, slot_labels
 from .data import BlockCollator
-from .loss import block_hidden_states, block_loss, gamma_at, plain_outcome, position_weights
+from .loss import Objective, block_hidden_states, block_loss, loss_divisor, slot_losses
+from .weights import gamma_at
 
 logger = logging.get_logger(__name__)
 EVALUATION_ANCHORS = 64  # blocks evaluated at once, which bounds the attention mask
@@ -31,6 +32,18 @@ class DFlareTrainingArguments(TrainingArguments):
         default=4.5, metadata={"help": "Decay of the position weights, in slots; null for none."}
     )
     gamma_step: float = field(default=1.0, metadata={"help": "What gamma gains with each epoch; 0 keeps it fixed."})
+    gamma_end: float | None = field(
+        default=None, metadata={"help": "Let gamma grow evenly to this value over all steps, instead of by epochs."}
+    )
+    weighting: str = field(
+        default="decay",
+        metadata={"help": "Weights of a block's slots: decay (by gamma), expected_length (D-PACE) or until_failure."},
+    )
+    weighting_alpha: float = field(default=0.5, metadata={"help": "Smoothing of expected_length."})
+    distillation: str | None = field(
+        default=None, metadata={"help": "Learn the target's distribution too, by kl or total_variation."}
+    )
+    distillation_share: float = field(default=0.5, metadata={"help": "Share of the distillation in the loss."})
     num_anchors: int = field(default=512, metadata={"help": "Anchors per sequence at most."})
     fusion_lr_scale: float = field(
         default=1.0, metadata={"help": "Learning rate of the fusion weights, as a multiple."}
@@ -48,8 +61,16 @@ class DFlareTrainingArguments(TrainingArguments):
         super().__post_init__()
         if self.gamma is not None and self.gamma <= 0:
             raise ValueError(f"gamma is {self.gamma}; it must be positive, or null for unweighted slots")
+        if self.gamma_end is not None and (self.gamma is None or self.gamma_end <= 0):
+            raise ValueError(f"gamma_end is {self.gamma_end} and gamma {self.gamma}; both must be positive")
+        self.objective  # noqa: B018  which checks its own fields
         if self.num_anchors < 1:
             raise ValueError(f"num_anchors is {self.num_anchors}; at least one anchor per sequence is needed")
+
+    @property
+    def objective(self) -> Objective:
+        """What the loss is made of."""
+        return Objective(self.weighting, self.weighting_alpha, self.distillation, self.distillation_share)
 
 
 class DFlareTrainer(Trainer):
@@ -87,15 +108,21 @@ class DFlareTrainer(Trainer):
     @property
     def gamma(self) -> float | None:
         """The position weights' decay at this moment of the schedule."""
-        return gamma_at(self.state.epoch or 0.0, self.args.gamma, self.args.gamma_step)
+        args, state = self.args, self.state
+        progress = state.global_step / max(state.max_steps, 1)
+        return gamma_at(args.gamma, args.gamma_step, args.gamma_end, epoch=state.epoch or 0.0, progress=progress)
 
     @torch.no_grad()
     def target_states(self, input_ids: torch.LongTensor) -> list[torch.Tensor]:
-        """T tensors (b, S, H); padding lies at the end, where a causal target's real tokens cannot see it."""
+        """
+        T tensors (b, S, H), and for a distillation one more, which the head is fed; padding lies at the end, where a
+        causal target's real tokens cannot see it.
+        """
         config = self.accelerator.unwrap_model(self.model).config
         decoder = self.target.get_decoder()  # without the head, whose logits nobody needs here
         outputs = decoder(input_ids=input_ids, output_hidden_states=request_taps(config), use_cache=False)
-        return select_taps(outputs, config)
+        last = [outputs.last_hidden_state] if self.args.distillation else []
+        return [*select_taps(outputs, config), *last]
 
     def training_states(self, inputs: dict) -> list[torch.Tensor]:
         """As `target_states`; with `keep_states` only for sequences that are not in memory yet."""
@@ -112,17 +139,21 @@ class DFlareTrainer(Trainer):
         return list(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(ids.device).unbind(dim=2))
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        states = self.training_states(inputs)
+        taps, last = (states[:-1], states[-1]) if self.args.distillation else (states, None)
         loss = block_loss(
             model,
             self.embed,
             self.head,
             inputs["input_ids"],
             inputs["loss_mask"],
-            self.training_states(inputs),
+            taps,
             inputs["anchors"],
             inputs["keep"],
             self.gamma,
-            weight_sum=num_items_in_batch,
+            divisor=num_items_in_batch,
+            objective=self.args.objective,
+            target_states=last,
         )
         if not torch.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss.item()} at step {self.state.global_step}; stopping")
@@ -131,9 +162,8 @@ class DFlareTrainer(Trainer):
         return (loss, None) if return_outputs else loss
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
-        """The sum of slot weights over all micro-batches of a step (and all ranks): the loss's divisor."""
+        """The loss's divisor (`loss_divisor`), summed over all micro-batches of a step and all ranks."""
         block_size = self.accelerator.unwrap_model(self.model).config.block_size
-        weights = position_weights(block_size, self.gamma)
         empty = sum(int((~batch["keep"].any(dim=1)).sum()) for batch in batch_samples)
         if empty and not self.warned_of_empty_rows:
             self.warned_of_empty_rows = True
@@ -141,7 +171,7 @@ class DFlareTrainer(Trainer):
         total = torch.zeros((), device=device)
         for batch in batch_samples:
             labels = slot_labels(batch["input_ids"], batch["loss_mask"], batch["anchors"], batch["keep"], block_size)
-            total += ((labels != IGNORED) * weights.to(labels.device)).sum().to(device)
+            total += loss_divisor(labels, self.gamma, self.args.objective).to(device)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             total = self.accelerator.gather(total).sum()
         return total
@@ -171,14 +201,16 @@ class DFlareTrainer(Trainer):
         inputs = self._prepare_inputs(inputs)
         block_size = self.accelerator.unwrap_model(model).config.block_size
         labels = slot_labels(inputs["input_ids"], inputs["loss_mask"], inputs["anchors"], inputs["keep"], block_size)
-        taps = self.target_states(inputs["input_ids"])
+        taps = self.target_states(inputs["input_ids"])[
+            : len(self.accelerator.unwrap_model(model).config.target_layer_ids)
+        ]
         total, correct = torch.zeros((), device=labels.device), torch.zeros_like(labels, dtype=torch.bool)
         for piece in torch.arange(labels.shape[1], device=labels.device).split(EVALUATION_ANCHORS):
             anchors, keep, wanted = inputs["anchors"][:, piece], inputs["keep"][:, piece], labels[:, piece]
             hidden = block_hidden_states(model, self.embed, inputs["input_ids"], taps, anchors, keep)[:, :, 1:]
             valid = wanted != IGNORED
-            loss, hits = plain_outcome(hidden[valid], wanted[valid], self.full_head)
-            total += loss * valid.sum()
+            losses, hits = slot_losses(hidden[valid], wanted[valid], self.full_head)
+            total += losses.sum()
             correct[:, piece] = torch.zeros_like(valid).masked_scatter(valid, hits)
         valid = labels != IGNORED
         loss = total / valid.sum().clamp(min=1)
