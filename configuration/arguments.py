@@ -14,6 +14,7 @@ from pathlib import Path
 
 DEFAULT_TARGET = "smollm2-135m-instruct"
 DEFAULT_DRAFTER = "dflare-smollm2-135m"
+RECIPES = Path(__file__).parent / "recipes"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -162,7 +163,9 @@ SECTIONS = {"generate": GenerateArguments, "check": CheckArguments, "data": Data
 
 def add_flags(parser: argparse.ArgumentParser, arguments: type) -> None:
     """A flag for each field of `arguments`; flags not given stay out of the namespace, so that a recipe can speak."""
-    parser.add_argument("--config", metavar="RECIPE", help="YAML file with a section for this subcommand")
+    parser.add_argument(
+        "--config", metavar="RECIPE", help="YAML file with a section for this subcommand, or a shipped recipe's name"
+    )
     for item in dataclasses.fields(arguments):
         if item.type is dict:
             parser.add_argument(f"--{item.name}.KEY", metavar="VALUE", help=item.metadata["help"])
@@ -226,16 +229,7 @@ def parse_sources(entries: list[dict]) -> list[Source]:
 
 def read_recipe(path: str, section: str, fields: dict) -> dict:
     """The section of a YAML recipe. Raises `ValueError` for a file, section or key that is not what it should be."""
-    import yaml
-
-    if not Path(path).is_file():
-        raise ValueError(f"--config: there is no file {path}")
-    try:
-        recipe = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(recipe, dict):
-        raise ValueError(f"{path}: a recipe is a mapping of sections, found {type(recipe).__name__}")
+    recipe = load_recipe(recipe_file(path))
     for name in recipe:
         check_name(f"{path}: section", name, SECTIONS)
     values = recipe.get(section) or {}
@@ -244,6 +238,51 @@ def read_recipe(path: str, section: str, fields: dict) -> dict:
     for name in values:
         check_name(f"{path}: {section}", name, fields)
     return values
+
+
+def recipe_file(name: str) -> Path:
+    """The file of a recipe: a path, or the name of one that comes with the package (`qwen3-8b`)."""
+    shipped = RECIPES / f"{name}.yaml"
+    if not Path(name).is_file() and not shipped.is_file():
+        known = sorted(str(file.relative_to(RECIPES).with_suffix("")) for file in RECIPES.rglob("*.yaml"))
+        raise ValueError(f"--config: there is no file {name}, and no recipe of that name; there are {', '.join(known)}")
+    return Path(name) if Path(name).is_file() else shipped
+
+
+def load_recipe(path: Path, above: tuple[Path, ...] = ()) -> dict:
+    """
+    A recipe with what it is based on: `base` names another recipe, beside it, whose keys stand unless they are set here.
+
+    Raises:
+        ValueError: for a file that is no mapping, a base that does not exist, or one that is based on this one.
+    """
+    import yaml
+
+    try:
+        recipe = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(recipe, dict):
+        raise ValueError(f"{path}: a recipe is a mapping of sections, found {type(recipe).__name__}")
+    base = recipe.pop("base", None)
+    if base is None:
+        return recipe
+    file = (path.parent / str(base)).resolve()
+    if not file.is_file() or file in (*above, path.resolve()):
+        raise ValueError(
+            f"{path}: base is {base!r}, but {file} {'is based on this recipe' if file.is_file() else 'is missing'}"
+        )
+    return merged(load_recipe(file, (*above, path.resolve())), recipe)
+
+
+def merged(base: dict, over: dict) -> dict:
+    """`base` with the keys of `over`; mappings are merged, all else is replaced."""
+    both = {
+        key: merged(base[key], over[key])
+        for key in base
+        if isinstance(base[key], dict) and isinstance(over.get(key), dict)
+    }
+    return {**base, **over, **both}
 
 
 def check_name(place: str, name: str, known: typing.Collection[str]) -> None:

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 import tomllib
-import yaml
 
 from dflare.commands.main import build_parser, main
-from dflare.configuration.arguments import SECTIONS, resolve
+from dflare.configuration.arguments import SECTIONS, load_recipe, parse_sources, recipe_file, resolve
 
 ROOT = Path(__file__).parent.parent
 PLAIN = ("learning_rate", "gamma", "gamma_step", "num_anchors", "max_steps")  # kept as they are given
-RECIPES = sorted((ROOT / "configuration" / "recipes").glob("*.yaml"))
+RECIPES = sorted((ROOT / "configuration" / "recipes").rglob("*.yaml"))
 HUB_FILES = sorted((ROOT / "modeling_dflare").glob("*_dflare.py"))
 
 
@@ -71,9 +70,12 @@ def test_help_does_not_wait_for_torch(arguments):
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda file: file.stem)
 def test_recipes_are_understood(recipe):
-    for section in yaml.safe_load(recipe.read_text()):
-        namespace, extra = build_parser().parse_known_args([section, "--config", str(recipe)])
+    for section in load_recipe(recipe):
+        cpu = ["--trainer.use_cpu", "true"] if section == "train" else []  # where bf16 needs no GPU
+        namespace, extra = build_parser().parse_known_args([section, "--config", str(recipe), *cpu])
         arguments = resolve(SECTIONS[section], section, namespace, extra)
+        if section == "data":
+            parse_sources(arguments.sources)
         if section == "train":
             from transformers import LlamaConfig
 
@@ -97,6 +99,8 @@ def test_recipes_are_understood(recipe):
         ("[1]", "a recipe is a mapping"),
         ("train: [1]", "train is a mapping"),
         ("train: {data: [}", "not YAML"),
+        ("base: nowhere.yaml", "base is 'nowhere.yaml', but"),
+        ("base: recipe.yaml", "is based on this recipe"),
         ("train: {data: x, output_dir: y, trainer: {gamma: abc}}", "trainer.gamma is 'abc'"),
         ("train: {data: x, output_dir: y, trainer: {output_dir: z}}", "unknown key 'output_dir'"),
     ],
@@ -106,6 +110,18 @@ def test_mistyped_recipes_are_errors(recipe, message, tmp_path, capsys):
     file.write_text(recipe)
     assert main(["train", "--config", str(file)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_recipe_says_only_what_differs_from_its_base_and_goes_by_its_name():
+    whole, ablation = (load_recipe(recipe_file(name)) for name in ("qwen3-8b", "ablations/dflash"))
+    assert ablation["train"]["drafter"] == {
+        **whole["train"]["drafter"],
+        "fusion": "shared_fc",
+        "separate_context_kv": False,
+    }
+    assert ablation["data"] == whole["data"] and ablation["train"]["trainer"] == whole["train"]["trainer"]
+    with pytest.raises(ValueError, match="no recipe of that name; there are ablations/data-270k"):
+        recipe_file("qwen3-80b")
 
 
 def test_a_flag_overrides_the_recipe_and_the_recipe_the_default(tmp_path):

@@ -140,14 +140,16 @@ def _message(entry: dict) -> tuple[str, str]:
 
 
 def _mix(streams: list, shares: list, total: int | None, sources: list[Source]) -> Iterator[Prompt]:
-    """Whole streams first, then those with a share, in turn so that each has its share of `total` at any time."""
+    """Whole streams first, then those with a share, in turn so that each has its share of the rest at any time."""
+    whole_rows = 0
     for stream, share in zip(streams, shares, strict=True):
-        if share is None:
-            yield from stream
+        for prompt in stream if share is None else ():
+            whole_rows += 1
+            yield prompt
     parts = [(stream, share) for stream, share in zip(streams, shares, strict=True) if share is not None]
     names = [source.path for source in sources if source.share is not None]
     whole = sum(share for _, share in parts)
-    quotas = [round(share / whole * (total or 0)) for _, share in parts]
+    quotas = [round(share / whole * max((total or 0) - whole_rows, 0)) for _, share in parts]
     taken = [0] * len(parts)
     while behind := [place for place, quota in enumerate(quotas) if taken[place] < quota]:
         place = min(behind, key=lambda place: taken[place] / quotas[place])
