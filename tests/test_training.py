@@ -6,10 +6,10 @@ import os
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModel
+from transformers import AutoModel, TrainerCallback
 
 from dflare.commands.main import main
-from dflare.training.data import BlockCollator, load_responses, response_token_ids, to_sequences
+from dflare.training.data import load_responses, pad_with_every_anchor, response_token_ids, to_sequences
 from dflare.training.store import SCHEMA, read_rows
 from dflare.training.trainer import DFlareTrainer, DFlareTrainingArguments, sequence_statistics
 from helpers import greedy, tiny_drafter, tiny_target
@@ -140,7 +140,7 @@ def test_collator_pads_without_inventing_anchors():
         {"input_ids": [5, 6, 7, 8, 9], "loss_mask": [0, 0, 1, 1, 1], "greedy": True},
         {"input_ids": [5, 6], "loss_mask": [0, 1], "greedy": False},
     ]
-    batch = BlockCollator(num_anchors=8)(rows)
+    batch = pad_with_every_anchor(rows)
     assert batch["keep"].tolist() == [[True, True], [False, False]] and batch["anchors"][0].tolist() == [2, 3]
     assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9], [5, 6, 0, 0, 0]] and batch["greedy"].tolist() == [
         True,
@@ -206,3 +206,35 @@ def test_training_goes_on_from_a_trained_drafter(files, capsys):
     assert "drafter.block_size is 5, but 4 in" in capsys.readouterr().err
     assert main([*onward, "--output_dir", str(files / "third"), "--validation_data", str(data)]) == 2
     assert "which holds every row" in capsys.readouterr().err
+
+
+class StopAt(TrainerCallback):
+    """Ends a run as a signal would, after a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("strategy", ["random", "group_by_length"])
+@pytest.mark.parametrize("stopped_at", [3, 7])
+def test_a_run_that_goes_on_ends_with_the_same_weights(tmp_path, target, strategy, stopped_at):
+    rows, weights = rows_of(target, count=20, length=20), []
+    options = dict(max_steps=9, save_strategy="steps", save_steps=2, num_anchors=4, gamma_step=1.0,
+                   train_sampling_strategy=strategy, per_device_train_batch_size=2,
+                   gradient_accumulation_steps=2)  # fmt: skip
+    for name, stops in (("whole", []), ("parts", [stopped_at])):
+        for stop in (*stops, None):
+            drafter = tiny_drafter(target)
+            trainer = make_trainer(tmp_path / name, target, drafter, rows, **options)
+            if stop is None:
+                trainer.train(resume_from_checkpoint=bool(stops))
+                continue
+            trainer.add_callback(StopAt(stop))
+            with pytest.raises(KeyboardInterrupt):
+                trainer.train()
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in drafter.parameters()]))
+    assert torch.equal(*weights)

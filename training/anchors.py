@@ -1,5 +1,7 @@
 """Where drafts start in training: anchors, and what a block at an anchor is fed, asked and allowed to see."""
 
+from collections.abc import Sequence
+
 import torch
 
 IGNORED = -100
@@ -17,12 +19,43 @@ def anchor_candidates(loss_mask: torch.Tensor) -> torch.Tensor:
     return (mask[:-1] & mask[1:]).nonzero(as_tuple=True)[0]
 
 
-def sample_anchors(loss_mask: torch.Tensor, count: int | None, generator: torch.Generator) -> torch.Tensor:
+def sample_anchors(loss_mask: torch.Tensor, count: int | None, generator: torch.Generator | None) -> torch.Tensor:
     """Up to `count` distinct anchors of one sequence, ascending, all equally likely; every candidate if `count` is None."""
     candidates = anchor_candidates(loss_mask)
     if count is None or len(candidates) <= count:
         return candidates
     return candidates[torch.randperm(len(candidates), generator=generator)[:count]].sort().values
+
+
+def draw_anchors(
+    loss_mask: torch.Tensor,
+    count: int | None = None,
+    generator: torch.Generator | None = None,
+    budget: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Anchors (b, A) of a batch, and whether each is real (`keep`): up to `count` of each sequence, by default all candidates.
+
+    Args:
+        loss_mask: (b, S), 0 on padding.
+        budget: anchors of the whole batch at most, which bounds a step's memory: sequences with many give up some.
+    """
+    masks = loss_mask.cpu()
+    available = [len(anchor_candidates(mask)) for mask in masks]
+    if budget is not None:
+        count = _fair_count(available, budget, count)
+    drawn = [sample_anchors(mask, count, generator) for mask in masks]
+    anchors = torch.zeros(len(masks), max(1, *map(len, drawn)), dtype=torch.long)  # one even where there is none
+    keep = torch.zeros_like(anchors, dtype=torch.bool)
+    for row, own in enumerate(drawn):
+        anchors[row, : len(own)], keep[row, : len(own)] = own, True
+    return anchors.to(loss_mask.device), keep.to(loss_mask.device)
+
+
+def _fair_count(available: Sequence[int], budget: int, count: int | None) -> int:
+    """The most anchors that each sequence may have so that all of them stay within the budget."""
+    most = max(available) if count is None else min(count, max(available))
+    return next((n for n in range(most, 0, -1) if sum(min(own, n) for own in available) <= budget), 1)
 
 
 def slot_labels(

@@ -3,14 +3,13 @@
 import glob
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import torch
 from datasets import Dataset
 
-from .anchors import sample_anchors
+from .anchors import draw_anchors
 from .store import SCHEMA, opened
 
 
@@ -68,41 +67,21 @@ def response_token_ids(rows: Dataset, limit: int | None = None) -> torch.Tensor:
     return torch.tensor(sorted(token for token, _ in counts.most_common(limit)))
 
 
-@dataclass
-class BlockCollator:
-    """
-    Pads sequences to the longest and draws their anchors, so that a step's divisor is known before its first forward.
+def pad_sequences(rows: Sequence[dict]) -> dict[str, torch.Tensor]:
+    """A batch of sequences, padded at their ends: the collator of training, which draws anchors later, by the step."""
+    return {
+        "input_ids": _pad([torch.as_tensor(row["input_ids"]) for row in rows]),
+        "loss_mask": _pad([torch.as_tensor(row["loss_mask"]) for row in rows]),
+        "greedy": torch.tensor([bool(row["greedy"]) for row in rows]),
+        "length": torch.tensor([len(row["input_ids"]) for row in rows]),
+    }
 
-    Args:
-        num_anchors: anchors per sequence at most; None takes every position, as evaluation does.
-        seed: of the anchors' generator.
-    """
 
-    num_anchors: int | None
-    seed: int = 0
-    generator: torch.Generator = field(init=False)
-
-    def __post_init__(self):
-        self.generator = torch.Generator().manual_seed(self.seed)
-        self.worker_seed: int | None = None
-
-    def __call__(self, rows: Sequence[dict]) -> dict[str, torch.Tensor]:
-        worker = torch.utils.data.get_worker_info()
-        if worker is not None and worker.seed != self.worker_seed:  # a copy in a new worker, made anew each epoch
-            self.worker_seed = worker.seed
-            self.generator.manual_seed(worker.seed)
-        masks = [torch.as_tensor(row["loss_mask"]) for row in rows]
-        drawn = [sample_anchors(mask, self.num_anchors, self.generator) for mask in masks]
-        # A batch of rows without any anchor still has one slot, which `keep` leaves out.
-        anchors = [anchor if len(anchor) else anchor.new_zeros(1) for anchor in drawn]
-        return {
-            "input_ids": _pad([torch.as_tensor(row["input_ids"]) for row in rows]),
-            "loss_mask": _pad(masks),
-            "anchors": _pad(anchors),
-            "keep": _pad([torch.arange(len(a)) < len(d) for a, d in zip(anchors, drawn, strict=True)]),
-            "greedy": torch.tensor([bool(row["greedy"]) for row in rows]),
-            "length": torch.tensor([len(row["input_ids"]) for row in rows]),
-        }
+def pad_with_every_anchor(rows: Sequence[dict]) -> dict[str, torch.Tensor]:
+    """As `pad_sequences`, with every position that can be one an anchor: the collator of evaluation."""
+    batch = pad_sequences(rows)
+    anchors, keep = draw_anchors(batch["loss_mask"])
+    return {**batch, "anchors": anchors, "keep": keep}
 
 
 def _pad(tensors: list[torch.Tensor]) -> torch.Tensor:

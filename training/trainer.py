@@ -1,17 +1,19 @@
 """`DFlareTrainer`: a `transformers.Trainer` whose loss is the block loss on the online states of a frozen target."""
 
+import zlib
 from dataclasses import dataclass, field
 
 import torch
 from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalPrediction
 from transformers.utils import logging
 
 from dflare.candidates_dflare import request_taps, select_taps
 from dflare.drafting_dflare import RestrictedHead
 
-from .anchors import IGNORED, slot_labels
-from .data import BlockCollator
+from .anchors import IGNORED, draw_anchors, slot_labels
+from .data import pad_sequences, pad_with_every_anchor
 from .loss import Objective, block_hidden_states, block_loss, loss_divisor, slot_losses
 from .weights import gamma_at
 
@@ -45,6 +47,10 @@ class DFlareTrainingArguments(TrainingArguments):
     )
     distillation_share: float = field(default=0.5, metadata={"help": "Share of the distillation in the loss."})
     num_anchors: int = field(default=512, metadata={"help": "Anchors per sequence at most."})
+    anchor_budget: int | None = field(
+        default=None,
+        metadata={"help": "Anchors per device and step at most; by default num_anchors alone bounds them."},
+    )
     fusion_lr_scale: float = field(
         default=1.0, metadata={"help": "Learning rate of the fusion weights, as a multiple."}
     )
@@ -64,13 +70,32 @@ class DFlareTrainingArguments(TrainingArguments):
         if self.gamma_end is not None and (self.gamma is None or self.gamma_end <= 0):
             raise ValueError(f"gamma_end is {self.gamma_end} and gamma {self.gamma}; both must be positive")
         self.objective  # noqa: B018  which checks its own fields
-        if self.num_anchors < 1:
-            raise ValueError(f"num_anchors is {self.num_anchors}; at least one anchor per sequence is needed")
+        for name, value in (("num_anchors", self.num_anchors), ("anchor_budget", self.anchor_budget)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; at least one anchor is needed")
 
     @property
     def objective(self) -> Objective:
         """What the loss is made of."""
         return Objective(self.weighting, self.weighting_alpha, self.distillation, self.distillation_share)
+
+
+class ByEpoch(torch.utils.data.Sampler):
+    """A sampler's order by seed and epoch alone, so that a run that goes on sees what it would have seen."""
+
+    def __init__(self, sampler: LengthGroupedSampler, seed: int):
+        self.sampler, self.seed, self.epoch = sampler, seed, 0
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self):
+        self.sampler.generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return iter(self.sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called at the start of each epoch."""
+        self.epoch = epoch
 
 
 class DFlareTrainer(Trainer):
@@ -96,7 +121,7 @@ class DFlareTrainer(Trainer):
         self.embed = target.get_input_embeddings()
         self.full_head = target.get_output_embeddings()
         self.head = self.full_head if token_ids is None else RestrictedHead(self.full_head, token_ids)
-        kwargs.setdefault("data_collator", BlockCollator(args.num_anchors, args.seed))
+        kwargs.setdefault("data_collator", pad_sequences)
         args.remove_unused_columns = False
         super().__init__(model=model, args=args, compute_metrics=reduce_statistics, **kwargs)
         self.model_accepts_loss_kwargs = True
@@ -162,7 +187,16 @@ class DFlareTrainer(Trainer):
         return (loss, None) if return_outputs else loss
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
-        """The loss's divisor (`loss_divisor`), summed over all micro-batches of a step and all ranks."""
+        """
+        The loss's divisor (`loss_divisor`), summed over all micro-batches of a step and all ranks. Their anchors are drawn
+        here: by seed, step and rank alone, so that a run that goes on draws what it would have drawn.
+        """
+        seed = f"{self.args.seed} {self.state.global_step} {self.args.process_index}"
+        generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
+        for batch in batch_samples:
+            batch["anchors"], batch["keep"] = draw_anchors(
+                batch["loss_mask"], self.args.num_anchors, generator, self.args.anchor_budget
+            )
         block_size = self.accelerator.unwrap_model(self.model).config.block_size
         empty = sum(int((~batch["keep"].any(dim=1)).sum()) for batch in batch_samples)
         if empty and not self.warned_of_empty_rows:
@@ -187,9 +221,14 @@ class DFlareTrainer(Trainer):
             optimizer.add_param_group({"params": [fusion], "lr": rate, "weight_decay": 0.0})
         return optimizer
 
+    def _get_train_sampler(self, *args, **kwargs):
+        """The Trainer's sampler; one that groups by length gets an order that seed and epoch decide, not the past."""
+        sampler = super()._get_train_sampler(*args, **kwargs)
+        return ByEpoch(sampler, self.args.seed) if isinstance(sampler, LengthGroupedSampler) else sampler
+
     def get_eval_dataloader(self, eval_dataset=None):
         """As the Trainer's, with every response position an anchor."""
-        collator, self.data_collator = self.data_collator, BlockCollator(num_anchors=None)
+        collator, self.data_collator = self.data_collator, pad_with_every_anchor
         try:
             return super().get_eval_dataloader(eval_dataset)
         finally:
