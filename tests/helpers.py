@@ -10,6 +10,7 @@ from transformers.generation.streamers import BaseStreamer
 from dflare import DFlareConfig, DFlareForBlockDiffusion
 from dflare.candidates_dflare import DFlareCandidateGenerator
 from dflare.policy_dflare import FixedPolicy
+from dflare.training.store import SCHEMA
 
 GOLDEN = Path(__file__).parent / "golden"
 WORDS = [f"w{i}" for i in range(60)]
@@ -129,6 +130,21 @@ def prompts_of(rows: int, length: int, vocab_size: int = 64) -> torch.Tensor:
 def greedy(target, input_ids, **options):
     """A greedy call; without `assistant_model` ordinary decoding."""
     return target.generate(input_ids=input_ids, do_sample=False, **options)
+
+
+def response_rows(target, count=24, length=40):
+    """Responses of the tiny target to random prompts."""
+    rows = []
+    for i in range(count):
+        prompt = torch.randint(3, 64, (1, 4 + i % 3), generator=torch.Generator().manual_seed(i))
+        response = greedy(target, prompt, max_new_tokens=length, eos_token_id=None)[0, prompt.shape[1] :]
+        rows.append(
+            dict(zip(SCHEMA.names, (f"r{i}", prompt[0].tolist(), response.tolist(), 0.0, "length"), strict=True))
+        )
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------- trainer
 
 
 def both(target, drafter, batch, **options) -> tuple[torch.Tensor, torch.Tensor]:

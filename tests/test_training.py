@@ -10,30 +10,15 @@ from transformers import AutoModel, TrainerCallback
 
 from dflare.commands.main import main
 from dflare.training.data import load_responses, pad_with_every_anchor, response_token_ids, to_sequences
-from dflare.training.store import SCHEMA, read_rows
+from dflare.training.store import read_rows
 from dflare.training.trainer import DFlareTrainer, DFlareTrainingArguments, sequence_statistics
-from helpers import greedy, tiny_drafter, tiny_target
+from helpers import greedy, response_rows, tiny_drafter, tiny_target
 
 
 @pytest.fixture(scope="module")
 def target(talker):
     """The target that the responses are of."""
     return talker
-
-
-def rows_of(target, count=24, length=40):
-    """Responses of the tiny target to random prompts."""
-    rows = []
-    for i in range(count):
-        prompt = torch.randint(3, 64, (1, 4 + i % 3), generator=torch.Generator().manual_seed(i))
-        response = greedy(target, prompt, max_new_tokens=length, eos_token_id=None)[0, prompt.shape[1] :]
-        rows.append(
-            dict(zip(SCHEMA.names, (f"r{i}", prompt[0].tolist(), response.tolist(), 0.0, "length"), strict=True))
-        )
-    return rows
-
-
-# ------------------------------------------------------------------------------------------------- trainer
 
 
 def make_trainer(tmp_path, target, drafter, rows, **settings):
@@ -46,7 +31,7 @@ def make_trainer(tmp_path, target, drafter, rows, **settings):
 
 
 def test_training_lowers_the_loss_and_never_touches_the_target(tmp_path, target):
-    rows, drafter = rows_of(target), tiny_drafter(target)
+    rows, drafter = response_rows(target), tiny_drafter(target)
     before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
     trainer = make_trainer(tmp_path, target, drafter, rows, fusion_lr_scale=10.0)
     start = trainer.evaluate()
@@ -60,7 +45,7 @@ def test_training_lowers_the_loss_and_never_touches_the_target(tmp_path, target)
 
 def test_validation_foretells_generation(tmp_path, target):
     """The acceptance length that evaluation reports is the one that generate() has on the same prompts."""
-    rows, drafter = rows_of(target), tiny_drafter(target)
+    rows, drafter = response_rows(target), tiny_drafter(target)
     trainer = make_trainer(tmp_path, target, drafter, rows)
     trainer.train()
     foretold = trainer.evaluate()["eval_acceptance_length"]
@@ -86,7 +71,7 @@ def test_the_walk_through_blocks():
 
 
 def test_accumulation_equals_one_big_batch(tmp_path, target):
-    rows = rows_of(target, count=8)
+    rows = response_rows(target, count=8)
     weights = []
     for batch, steps in ((8, 1), (2, 4)):
         drafter = tiny_drafter(target)
@@ -103,21 +88,21 @@ def test_accumulation_equals_one_big_batch(tmp_path, target):
 def test_a_target_of_another_dtype(tmp_path, target, dtype):
     drafter = tiny_drafter(target)
     other = tiny_target(dtype=dtype)
-    trainer = make_trainer(tmp_path, other, drafter, rows_of(target, count=4), max_steps=1)
+    trainer = make_trainer(tmp_path, other, drafter, response_rows(target, count=4), max_steps=1)
     trainer.train()
     assert trainer.evaluate()["eval_loss"] > 0
 
 
 def test_batches_without_any_anchor(tmp_path, target):
     rows = [{"input_ids": [5, 6, 7], "loss_mask": [0, 0, 1], "greedy": True, "length": 3}] * 4
-    trainer = make_trainer(tmp_path, target, tiny_drafter(target), rows_of(target, count=4), max_steps=1)
+    trainer = make_trainer(tmp_path, target, tiny_drafter(target), response_rows(target, count=4), max_steps=1)
     trainer.train_dataset = trainer.eval_dataset = Dataset.from_list(rows)
     trainer.train()
     assert trainer.evaluate()["eval_loss"] == 0.0
 
 
 def test_kept_states_are_the_same_states(tmp_path, target):
-    rows, weights = rows_of(target, count=8), []
+    rows, weights = response_rows(target, count=8), []
     for keep in (False, True):
         drafter = tiny_drafter(target)
         trainer = make_trainer(tmp_path, target, drafter, rows, max_steps=6, keep_states=keep)
@@ -132,7 +117,7 @@ def test_a_loss_that_is_not_finite_stops_training(tmp_path, target):
     with torch.no_grad():
         drafter.norm.weight[0] = float("nan")
     with pytest.raises(FloatingPointError, match="the loss is nan at step 0"):
-        make_trainer(tmp_path, target, drafter, rows_of(target, count=4)).train()
+        make_trainer(tmp_path, target, drafter, response_rows(target, count=4)).train()
 
 
 def test_collator_pads_without_inventing_anchors():
@@ -222,7 +207,7 @@ class StopAt(TrainerCallback):
 @pytest.mark.parametrize("strategy", ["random", "group_by_length"])
 @pytest.mark.parametrize("stopped_at", [3, 7])
 def test_a_run_that_goes_on_ends_with_the_same_weights(tmp_path, target, strategy, stopped_at):
-    rows, weights = rows_of(target, count=20, length=20), []
+    rows, weights = response_rows(target, count=20, length=20), []
     options = dict(max_steps=9, save_strategy="steps", save_steps=2, num_anchors=4, gamma_step=1.0,
                    train_sampling_strategy=strategy, per_device_train_batch_size=2,
                    gradient_accumulation_steps=2)  # fmt: skip
