@@ -144,12 +144,13 @@ def checkpoint_to_resume(args: TrainArguments, config: DFlareConfig) -> str | No
 def save(trainer: DFlareTrainer, args: TrainArguments, rows: Dataset) -> None:
     """Writes `drafter/` (weights in bf16, config, code), then evaluates and writes `training.json`."""
     output = Path(args.output_dir)
-    drafter = trainer.accelerator.unwrap_model(trainer.model)
-    release = DFlareForBlockDiffusion(drafter.config).to(torch.bfloat16)
-    release.load_state_dict(drafter.state_dict())
-    if args.draft_vocab_size:
-        release.set_draft_vocabulary(response_token_ids(rows, args.draft_vocab_size))
+    weights = trainer.accelerator.get_state_dict(trainer.model)  # from all ranks, whole on the first
     if trainer.is_world_process_zero():
+        config = trainer.accelerator.unwrap_model(trainer.model).config
+        release = DFlareForBlockDiffusion(config).to(torch.bfloat16)
+        release.load_state_dict(weights)
+        if args.draft_vocab_size:
+            release.set_draft_vocabulary(response_token_ids(rows, args.draft_vocab_size))
         release.save_pretrained(output / "drafter")
     metrics = trainer.evaluate()
     if not trainer.is_world_process_zero():

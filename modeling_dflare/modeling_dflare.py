@@ -240,6 +240,9 @@ class DFlareForBlockDiffusion(PreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    def get_input_embeddings(self) -> None:
+        """None: tokens are embedded by the target."""
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)

@@ -42,17 +42,25 @@ def main() -> None:
 
 
 def pretend_gpus() -> None:
-    """accelerate shards over GPUs only; told that these ranks are some, it shards over CPUs and gloo just as well."""
-    os.environ |= {
-        "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-        "FSDP_TRANSFORMER_CLS_TO_WRAP": "DFlareDecoderLayer", "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
-        "FSDP_RESHARD_AFTER_FORWARD": "true",
-    }  # fmt: skip
-    from accelerate import PartialState
-    from accelerate.utils import DistributedType
+    """accelerate shards over GPUs only; told to, it shards over CPUs and gloo just as well, by the config that ships."""
+    import yaml
 
-    PartialState(cpu=True)
-    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    from dflare.configuration.arguments import RECIPES
+
+    config = yaml.safe_load((RECIPES.parent / "accelerate" / "fsdp.yaml").read_text())["fsdp_config"]
+    os.environ |= {
+        name.upper(): str(value).lower() if isinstance(value, bool) else str(value) for name, value in config.items()
+    }
+    os.environ["ACCELERATE_USE_FSDP"] = "true"
+    from accelerate.state import AcceleratorState, DistributedType
+
+    plain = AcceleratorState.__init__
+
+    def sharded(self, *args, fsdp_plugin=None, **kwargs):
+        plain(self, *args, **kwargs)
+        self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin or self.fsdp_plugin
+
+    AcceleratorState.__init__ = sharded
 
 
 if __name__ == "__main__":

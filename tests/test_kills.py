@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
 from safetensors.torch import load_file
@@ -14,25 +15,28 @@ from dflare.training.store import read_rows
 KILLS = 10
 
 
-def run_with_kills(words: list[str], seconds: tuple[float, float], seed: int) -> int:
-    """Runs a command until it ends by itself, killing it `KILLS` times before; returns how often it was really killed."""
-    draw, killed = random.Random(seed), 0
-    for attempt in range(KILLS + 1):
-        process = subprocess.Popen([sys.executable, "-m", "dflare.commands.main", *words], stdout=subprocess.DEVNULL)
-        try:
-            process.wait(timeout=draw.uniform(*seconds) if attempt < KILLS else None)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-            killed += 1
-        assert process.wait() in (0, -signal.SIGKILL)
-    return killed
+def run_with_kills(words: list[str], progress: Callable[[], int], seconds: float, seed: int) -> None:
+    """Runs a command again and again, killing it `KILLS` times up to `seconds` after it has got on; then lets it end."""
+    draw = random.Random(seed)
+    for _ in range(KILLS):
+        process, before = start(words), progress()
+        while progress() <= before:
+            assert process.poll() is None, "the run ended before it was killed often enough"
+            time.sleep(0.002)
+        time.sleep(draw.uniform(0, seconds))
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+    finish(words)
 
 
-def duration(words: list[str]) -> float:
-    """Seconds of a run that nobody disturbs."""
-    start = time.time()
-    subprocess.run([sys.executable, "-m", "dflare.commands.main", *words], check=True, stdout=subprocess.DEVNULL)
-    return time.time() - start
+def start(words: list[str]) -> subprocess.Popen:
+    """The command in a process of its own."""
+    return subprocess.Popen([sys.executable, "-m", "dflare.commands.main", *words], stdout=subprocess.DEVNULL)
+
+
+def finish(words: list[str]) -> None:
+    """Runs the command to its end."""
+    assert start(words).wait() == 0
 
 
 @pytest.mark.slow
@@ -43,8 +47,9 @@ def test_data_runs(files, temperature):
                 str(files / name), "--dtype", "float32", "--batch_size", "1", "--max_new_tokens", "60",
                 "--temperature", temperature]  # fmt: skip
 
-    whole = duration(words("whole.parquet"))
-    assert run_with_kills(words("parts.parquet"), (0.6 * whole, whole), seed=0) >= 2
+    finish(words("whole.parquet"))
+    parts = files / "parts.parquet.parts"
+    run_with_kills(words("parts.parquet"), lambda: len(list(parts.glob("*.parquet"))), seconds=0.3, seed=0)
     rows = read_rows(files / "parts.parquet")
     assert len(rows) == 40 and rows == read_rows(files / "whole.parquet")
 
@@ -52,7 +57,7 @@ def test_data_runs(files, temperature):
 @pytest.mark.slow
 def test_training_runs(files):
     data = files / "out.parquet"
-    duration(["data", "--target", str(files / "target"), "--prompts", str(files / "prompts.jsonl"), "--output", str(data),
+    finish(["data", "--target", str(files / "target"), "--prompts", str(files / "prompts.jsonl"), "--output", str(data),
               "--dtype", "float32", "--max_new_tokens", "24"])  # fmt: skip
     recipe = files / "recipe.yaml"
     recipe.write_text(
@@ -65,7 +70,10 @@ def test_training_runs(files):
     def words(name):
         return ["train", "--config", str(recipe), "--output_dir", str(files / name)]
 
-    whole = duration(words("whole"))
-    assert run_with_kills(words("parts"), (0.6 * whole, whole), seed=1) >= 2
+    def newest() -> int:
+        return max((int(folder.name.split("-")[1]) for folder in (files / "parts").glob("checkpoint-*")), default=0)
+
+    finish(words("whole"))
+    run_with_kills(words("parts"), newest, seconds=0.3, seed=1)
     ours, expected = (load_file(files / name / "drafter" / "model.safetensors") for name in ("parts", "whole"))
     assert all((ours[key] == tensor).all() for key, tensor in expected.items())
