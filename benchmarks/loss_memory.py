@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[49_152, 151_936])
     parser.add_argument("--anchors", type=int, nargs="+", default=[64, 512])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     parser.add_argument("--output", type=report_file)
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)  # way, vocabulary, anchors: measure here
     args = parser.parse_args()
@@ -68,7 +69,7 @@ def main() -> None:
     for vocabulary in args.vocabularies:
         for anchors in args.anchors:
             dense = None
-            for way in WAYS:
+            for way in args.ways:
                 command = [sys.executable, __file__, "--dtype", args.dtype, "--one", way, str(vocabulary), str(anchors)]
                 result = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
                 dense = dense or result

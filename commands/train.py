@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from safetensors import SafetensorError, safe_open
-from transformers import AutoTokenizer, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from dflare import DFlareConfig, DFlareForBlockDiffusion
 from dflare.checks_dflare import check_sizes
 from dflare.configuration.arguments import TrainArguments, check_name
 from dflare.configuration.targets import load_pretrained, resolve_drafter, resolve_target
+from dflare.training import estimate
 from dflare.training.data import load_responses, response_files, response_token_ids, to_sequences
 from dflare.training.trainer import DFlareTrainer, DFlareTrainingArguments
 
@@ -37,6 +38,8 @@ def run(args: TrainArguments) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     settings = training_arguments(args)
+    if args.dry_run:
+        return dry_run(args, settings)
     rows = load_responses(args.data)
     set_seed(args.seed)
     folder = resolve_target(args.target)
@@ -54,6 +57,40 @@ def run(args: TrainArguments) -> int:
     trainer.train(resume_from_checkpoint=checkpoint)
     save(trainer, args, rows)
     return 0
+
+
+def dry_run(args: TrainArguments, settings: DFlareTrainingArguments) -> int:
+    """Says what the run will take; loads no weights."""
+    target_config = AutoConfig.from_pretrained(resolve_target(args.target))
+    target = estimate.empty(lambda: AutoModelForCausalLM.from_config(target_config))
+    drafter = estimate.empty(lambda: DFlareForBlockDiffusion(drafter_config(args, target_config, None)))
+    rows, tokens = data_size(args)
+    run = estimate.Run(
+        rows, tokens, settings.num_train_epochs, settings.per_device_train_batch_size,
+        settings.gradient_accumulation_steps, args.num_devices, settings.num_anchors, args.device_tflops,
+        args.utilisation, settings.max_steps,
+    )  # fmt: skip
+    hours = estimate.device_hours(drafter, target, target_config, run)
+    memory = estimate.gigabytes(drafter, target, run)
+    print(f"drafter: {estimate.parameters(drafter):,} parameters; target: {estimate.parameters(target):,}")
+    print(
+        f"steps: {run.steps:,} of {run.sequences // run.steps} sequences, {rows:,} rows of {tokens:,} tokens an epoch"
+    )
+    parts = ", ".join(f"{name} {size:.1f}" for name, size in memory.items())
+    print(f"memory of a device, about: {sum(memory.values()):.0f} GB ({parts})")
+    print(
+        f"about {hours:,.0f} device-hours, {hours / args.num_devices:,.0f} on each of {args.num_devices} "
+        f"({args.utilisation:.0%} of {args.device_tflops:g} TFLOPS)"
+    )
+    return 0
+
+
+def data_size(args: TrainArguments) -> tuple[int, int]:
+    """Rows, and tokens in each on average: of the data where it is there, else as told and half of `max_length`."""
+    if args.num_rows is not None:
+        return args.num_rows, args.max_length // 2
+    sequences = to_sequences(load_responses(args.data), args.max_length)
+    return len(sequences), max(1, round(sum(sequences["length"]) / len(sequences)))
 
 
 def build_trainer(args: TrainArguments, settings, drafter, target, rows) -> DFlareTrainer:
@@ -90,13 +127,17 @@ def build_drafter(args: TrainArguments, target, tokenizer) -> DFlareForBlockDiff
     """The drafter to train for `target`, in fp32: a fresh one, or with `start_from` a trained one."""
     if args.start_from:
         return trained_drafter(args.start_from, args.drafter, target)
-    try:
-        config = DFlareConfig.from_target(target.config, tokenizer=tokenizer, **args.drafter)
-    except TypeError as error:
-        raise ValueError(f"drafter: {error}") from None
-    drafter = DFlareForBlockDiffusion(config)
+    drafter = DFlareForBlockDiffusion(drafter_config(args, target.config, tokenizer))
     torch.nn.init.constant_(drafter.norm.weight, args.final_norm_start)
     return drafter
+
+
+def drafter_config(args: TrainArguments, target_config, tokenizer) -> DFlareConfig:
+    """The config of a fresh drafter."""
+    try:
+        return DFlareConfig.from_target(target_config, tokenizer=tokenizer, **args.drafter)
+    except TypeError as error:
+        raise ValueError(f"drafter: {error}") from None
 
 
 def trained_drafter(name: str, settings: dict, target) -> DFlareForBlockDiffusion:

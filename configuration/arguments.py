@@ -155,6 +155,13 @@ class TrainArguments:
     final_norm_start: float = setting("Start value of the final norm's scale.", 1.0)
     target_dtype: str = setting("Type of the frozen target.", "bfloat16", DTYPES)
     threads: int | None = setting("CPU threads; by default torch decides.", None, least=1)
+    dry_run: bool = setting("Print parameters, memory, steps and device-hours instead of training.", False)
+    num_rows: int | None = setting("Rows to count with in a dry run, where the data is not there yet.", None, least=1)
+    num_devices: int = setting("Devices to count with in a dry run.", 1, least=1)
+    device_tflops: float = setting(
+        "Peak of a device in bf16 for a dry run; by default an NVIDIA H20's.", 148.0, least=0.001
+    )
+    utilisation: float = setting("Share of that peak that a dry run counts with.", 0.4, least=0.001)
     seed: int = setting("For the split, the start values, the order and the anchors.", 0)
 
 

@@ -223,3 +223,25 @@ def test_a_run_that_goes_on_ends_with_the_same_weights(tmp_path, target, strateg
                 trainer.train()
         weights.append(torch.cat([parameter.detach().flatten() for parameter in drafter.parameters()]))
     assert torch.equal(*weights)
+
+
+def test_lora_on_a_published_drafter(tmp_path, target):
+    """Adapted to what its target says now, merged, and saved as a drop-in."""
+    from peft import LoraConfig, get_peft_model
+
+    rows, drafter = response_rows(target), tiny_drafter(target)
+    frozen = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+    adapted = get_peft_model(drafter, LoraConfig(r=4, target_modules=["q_proj", "v_proj_target", "down_proj"]))
+    trainer = make_trainer(tmp_path, target, adapted, rows, learning_rate=3e-2, save_strategy="steps", save_steps=20)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before - 0.1
+    merged = adapted.merge_and_unload()
+    changed = {name for name, tensor in merged.state_dict().items() if not torch.equal(tensor, frozen[name])}
+    assert changed and all(name.split(".")[-2] in ("q_proj", "v_proj_target", "down_proj") for name in changed)
+    merged.save_pretrained(tmp_path / "merged")
+    again = AutoModel.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    prompt = torch.tensor([rows[0]["prompt_ids"]])
+    assert torch.equal(
+        greedy(target, prompt, max_new_tokens=20, assistant_model=again), greedy(target, prompt, max_new_tokens=20)
+    )

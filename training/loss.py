@@ -18,7 +18,7 @@ from .weights import expected_length_weights, position_weights, until_failure
 
 WEIGHTINGS = ("decay", "expected_length", "until_failure")
 DISTILLATIONS = ("kl", "total_variation")
-LOGITS_AT_ONCE = 2**24  # numbers in the largest tensor that the head makes
+ROWS_AT_ONCE = 256  # slots whose logits are in memory together
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,15 @@ class _HeadCrossEntropy(torch.autograd.Function):
         gradient = torch.empty_like(states)
         for piece in map(slice, range(0, len(states), rows), range(rows, len(states) + rows, rows)):
             logits = nn.functional.linear(states[piece], weight, bias).float()
-            hits[piece] = logits.argmax(dim=-1) == labels[piece]
-            probabilities = logits.log_softmax(dim=-1)
             wanted = labels[piece, None]
-            losses[piece] = -probabilities.gather(1, wanted).squeeze(1)
+            highest, drafts = logits.max(dim=-1, keepdim=True)
+            hits[piece] = (drafts == wanted).squeeze(1)
+            of_label = logits.gather(1, wanted) - highest
+            total = logits.sub_(highest).exp_().sum(dim=-1, keepdim=True)  # in place: one tensor of logits at a time
+            losses[piece] = (total.log() - of_label).squeeze(1)
             if states.requires_grad:
-                probabilities.exp_().scatter_add_(1, wanted, -torch.ones_like(wanted, dtype=torch.float))
-                gradient[piece] = probabilities.to(weight.dtype) @ weight
+                logits.div_(total).scatter_add_(1, wanted, torch.full_like(total, -1.0))
+                gradient[piece] = logits.to(weight.dtype) @ weight
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(hits)
         return losses, hits
@@ -115,7 +117,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
 def slot_losses(states: torch.Tensor, labels: torch.Tensor, head: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Cross-entropies (N,) of states (N, H) against labels (N,), and whether the greedy draft is the label. No tensor is
-    larger than `LOGITS_AT_ONCE` numbers, whatever the vocabulary.
+    larger than `ROWS_AT_ONCE` times the vocabulary.
 
     Args:
         head: the target's frozen head, or a `RestrictedHead`.
@@ -123,13 +125,13 @@ def slot_losses(states: torch.Tensor, labels: torch.Tensor, head: Any) -> tuple[
     labels = rows_of(head, labels) if isinstance(head, RestrictedHead) else labels
     states = states.to(_input_dtype(head, states))
     if _is_plain(head):
-        return _HeadCrossEntropy.apply(states, labels, head.weight, head.bias, _rows_at_once(head.weight.shape[0]))
+        return _HeadCrossEntropy.apply(states, labels, head.weight, head.bias, ROWS_AT_ONCE)
 
     def losses_of(states, labels):
         logits = head(states).float()
         return nn.functional.cross_entropy(logits, labels, reduction="none"), logits.argmax(dim=-1) == labels
 
-    losses, hits = _in_pieces(losses_of, head, states, labels)
+    losses, hits = _in_pieces(losses_of, states, labels)
     return losses, hits
 
 
@@ -148,7 +150,7 @@ def distillation_losses(states: torch.Tensor, target_states: torch.Tensor, head:
         return ((ours.exp() - theirs.exp()).abs().sum(dim=-1) / 2,)
 
     dtype = _input_dtype(head, states)
-    return _in_pieces(distances, head, states.to(dtype), target_states.to(dtype))[0]
+    return _in_pieces(distances, states.to(dtype), target_states.to(dtype))[0]
 
 
 def block_loss(
@@ -248,16 +250,11 @@ def _states_before_labels(states: torch.Tensor, anchors: torch.Tensor, block_siz
     return states[rows, places.clamp(max=states.shape[1] - 1)]
 
 
-def _in_pieces(function: Callable, head: Any, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _in_pieces(function: Callable, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """What `function` gives for all rows, a few at a time; what is needed for gradients is computed again."""
-    size = _rows_at_once(getattr(head, "out_features", None) or head.weight.shape[0])
     run: Callable = lambda *piece: checkpoint(function, *piece, use_reentrant=False)  # noqa: E731
-    pieces = [run(*piece) for piece in zip(*(tensor.split(size) for tensor in rows), strict=True)]
+    pieces = [run(*piece) for piece in zip(*(tensor.split(ROWS_AT_ONCE) for tensor in rows), strict=True)]
     return tuple(torch.cat(column) for column in zip(*pieces, strict=True))
-
-
-def _rows_at_once(vocabulary: int) -> int:
-    return max(LOGITS_AT_ONCE // vocabulary, 1)
 
 
 def _is_plain(head: Any) -> bool:
