@@ -41,12 +41,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--prompts", type=int, default=3, help="how many; fewer compile sooner")
     parser.add_argument("--static", action="store_true", help="cache_implementation='static'")
     args = parser.parse_args()
     options = {"max_new_tokens": args.max_new_tokens, "do_sample": False, "disable_compile": True}
     options |= {"cache_implementation": "static"} if args.static else {}
     tokenizer = AutoTokenizer.from_pretrained(resolve_target(DEFAULT_TARGET))
-    prompts = [encode(prompt, tokenizer) for prompt in CheckArguments().prompts]
+    prompts = [encode(prompt, tokenizer) for prompt in CheckArguments().prompts[: args.prompts]]
     runs = make_runs(args.dtype, options)
     for name, generate in runs.items():
         seconds = timed(lambda generate=generate: [generate(**inputs) for inputs in prompts])[1]

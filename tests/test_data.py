@@ -272,6 +272,10 @@ class Server(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, daemon=True).start()
         return self
 
+    def __exit__(self, *args):
+        self.shutdown()  # or its thread would go round and round
+        super().__exit__(*args)
+
     def handle_error(self, request, client_address):
         """Clients that hang up are expected here."""
 
