@@ -67,7 +67,6 @@ class _Work:
         self.index = BenchmarkIndex(read_benchmarks(args.benchmarks), tokenizer)
         self.hits: list[Hit] = []
         self.have = store.ids()
-        self.before = len(self.have)
         self.reusable: dict[str, list[dict]] = {}
         for row in itertools.chain.from_iterable(map(read_rows, args.reuse)):
             self.reusable.setdefault(conversation_of(row["id"]), []).append(row)
@@ -113,7 +112,7 @@ class _Work:
 
     def report(self) -> None:
         """Says what was removed, and lists it where that is wanted."""
-        print(f"{self.reused} responses reused, {self.before} were stored before")
+        print(f"{self.reused} responses reused, {len(self.have)} were stored before")
         print(f"{self.drawn} prompts, of which {len(self.hits)} removed as benchmark prompts")
         for (benchmark, reason), count in sorted(self.index.counts.items()):
             print(f"  {benchmark}: {count} {'identical' if reason == 'identical' else 'by a shared ' + reason}")

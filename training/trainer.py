@@ -238,15 +238,13 @@ class DFlareTrainer(Trainer):
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """The batch's unweighted loss, and a row of statistics per sequence for `reduce_statistics`."""
         inputs = self._prepare_inputs(inputs)
-        block_size = self.accelerator.unwrap_model(model).config.block_size
-        labels = slot_labels(inputs["input_ids"], inputs["loss_mask"], inputs["anchors"], inputs["keep"], block_size)
-        taps = self.target_states(inputs["input_ids"])[
-            : len(self.accelerator.unwrap_model(model).config.target_layer_ids)
-        ]
+        config, ids = self.accelerator.unwrap_model(model).config, inputs["input_ids"]
+        labels = slot_labels(ids, inputs["loss_mask"], inputs["anchors"], inputs["keep"], config.block_size)
+        taps = self.target_states(ids)[: config.num_taps]
         total, correct = torch.zeros((), device=labels.device), torch.zeros_like(labels, dtype=torch.bool)
         for piece in torch.arange(labels.shape[1], device=labels.device).split(EVALUATION_ANCHORS):
             anchors, keep, wanted = inputs["anchors"][:, piece], inputs["keep"][:, piece], labels[:, piece]
-            hidden = block_hidden_states(model, self.embed, inputs["input_ids"], taps, anchors, keep)[:, :, 1:]
+            hidden = block_hidden_states(model, self.embed, ids, taps, anchors, keep)[:, :, 1:]
             valid = wanted != IGNORED
             losses, hits = slot_losses(hidden[valid], wanted[valid], self.full_head)
             total += losses.sum()
