@@ -12,10 +12,13 @@ from transformers import AutoTokenizer
 
 from dflare.configuration.arguments import DataArguments, parse_sources
 from dflare.configuration.targets import load_pretrained, resolve_target
+from dflare.training.data import load_responses, to_sequences
 from dflare.training.decontaminate import BenchmarkIndex, Hit
 from dflare.training.engines import Decoding, Engine, ServerEngine, TransformersEngine
+from dflare.training.features import target_states, write_features
 from dflare.training.prompts import Prompt, in_shard, read_benchmarks, stream_prompts
 from dflare.training.regenerate import Conversations, batched
+from dflare.training.start import drafter_config, features_made_with
 from dflare.training.store import ResponseStore, check_settings, conversation_of, read_rows
 
 MADE_WITH = ("target", "temperature", "top_p", "top_k", "max_new_tokens", "enable_thinking")
@@ -55,7 +58,29 @@ def run(args: DataArguments) -> int:
     print(f"{count} rows in {output}")
     if not count:
         raise ValueError("no prompt is left to answer, so there is nothing to train on; the lines above say why")
+    if args.features:
+        add_features(args, folder, output, work.tokenizer)
     return 0
+
+
+def add_features(args: DataArguments, folder: str, output: str, tokenizer) -> None:
+    """Stores the target's states on every row of `output`, as far as they are not stored yet; those of a shard apart."""
+    target = load_pretrained("AutoModelForCausalLM", folder, args.dtype)
+    config = drafter_config(args.drafter, target.config, tokenizer)
+    place = Path(str(args.features)) / (Path(output).stem if args.shard else "")
+    sequences = to_sequences(load_responses(output), args.max_length)
+    with Progress(*PROGRESS) as progress:
+        task = progress.add_task("Storing states", total=sum(sequences["length"]), tokens=0)
+
+        count = write_features(
+            place,
+            sequences,
+            features_made_with(args.target, config),
+            lambda ids: target_states(target, config, ids.to(target.device)),
+            width=(config.num_taps + 1) * config.hidden_size,
+            progress=lambda done: progress.update(task, completed=done, tokens=done),
+        )
+    print(f"states of {count} rows added in {place}; taps {config.target_layer_ids}")
 
 
 class _Work:

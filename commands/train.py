@@ -13,17 +13,19 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from dflare import DFlareConfig, DFlareForBlockDiffusion
-from dflare.checks_dflare import check_sizes
 from dflare.configuration.arguments import TrainArguments, check_name
 from dflare.configuration.targets import load_pretrained, resolve_drafter, resolve_target
 from dflare.training import estimate
 from dflare.training.data import load_responses, response_files, response_token_ids, to_sequences
+from dflare.training.features import FeatureStore
+from dflare.training.start import copy_target_layers, drafter_config, features_made_with, trained_drafter
 from dflare.training.trainer import DFlareTrainer, DFlareTrainingArguments
 
 # What a run's checkpoints depend on, besides its data and the drafter's config.
 RUN_SETTINGS = (
     "target",
     "start_from",
+    "start_layers",
     "max_length",
     "validation_size",
     "validation_data",
@@ -43,7 +45,8 @@ def run(args: TrainArguments) -> int:
     rows = load_responses(args.data)
     set_seed(args.seed)
     folder = resolve_target(args.target)
-    target = load_pretrained("AutoModelForCausalLM", folder, args.target_dtype)
+    # On the CPU first: which device is this rank's own is for the Trainer to say.
+    target = load_pretrained("AutoModelForCausalLM", folder, args.target_dtype, "cpu")
     drafter = build_drafter(args, target, AutoTokenizer.from_pretrained(folder))
     if (args.draft_vocab_size or 0) > drafter.config.vocab_size:
         raise ValueError(
@@ -63,7 +66,7 @@ def dry_run(args: TrainArguments, settings: DFlareTrainingArguments) -> int:
     """Says what the run will take; loads no weights."""
     target_config = AutoConfig.from_pretrained(resolve_target(args.target))
     target = estimate.empty(lambda: AutoModelForCausalLM.from_config(target_config))
-    drafter = estimate.empty(lambda: DFlareForBlockDiffusion(drafter_config(args, target_config, None)))
+    drafter = estimate.empty(lambda: DFlareForBlockDiffusion(drafter_config(args.drafter, target_config, None)))
     rows, tokens = data_size(args)
     run = estimate.Run(
         rows, tokens, settings.num_train_epochs, settings.per_device_train_batch_size,
@@ -102,7 +105,23 @@ def build_trainer(args: TrainArguments, settings, drafter, target, rows) -> DFla
             f"max_length is {args.max_length}, which leaves no response token of any training or validation row"
         )
     token_ids = response_token_ids(rows) if args.restrict_vocabulary else None
-    return DFlareTrainer(drafter, target, settings, token_ids=token_ids, train_dataset=train, eval_dataset=validation)
+    features = None
+    if args.features:
+        features = FeatureStore(args.features, features_made_with(args.target, drafter.config))
+        features.check([*train, *validation])
+    return DFlareTrainer(drafter, target, settings, token_ids, features, train_dataset=train, eval_dataset=validation)
+
+
+def build_drafter(args: TrainArguments, target, tokenizer) -> DFlareForBlockDiffusion:
+    """The drafter to train for `target`, in fp32: a fresh one, or with `start_from` a trained one."""
+    if args.start_from:
+        return trained_drafter(resolve_drafter(args.start_from), args.drafter, target)
+    drafter = DFlareForBlockDiffusion(drafter_config(args.drafter, target.config, tokenizer))
+    torch.nn.init.constant_(drafter.norm.weight, args.final_norm_start)
+    if args.start_layers:
+        copied = copy_target_layers(drafter, target, args.start_layers)
+        print(f"started from the target's layers {copied}")
+    return drafter
 
 
 def split_rows(args: TrainArguments, rows: Dataset) -> tuple[Dataset, Dataset]:
@@ -121,38 +140,6 @@ def split_rows(args: TrainArguments, rows: Dataset) -> tuple[Dataset, Dataset]:
         raise ValueError(f"validation_data is {args.validation_data}, which holds every row of {args.data}")
     validation.to_parquet(Path(args.output_dir) / "validation.parquet")
     return train, validation
-
-
-def build_drafter(args: TrainArguments, target, tokenizer) -> DFlareForBlockDiffusion:
-    """The drafter to train for `target`, in fp32: a fresh one, or with `start_from` a trained one."""
-    if args.start_from:
-        return trained_drafter(args.start_from, args.drafter, target)
-    drafter = DFlareForBlockDiffusion(drafter_config(args, target.config, tokenizer))
-    torch.nn.init.constant_(drafter.norm.weight, args.final_norm_start)
-    return drafter
-
-
-def drafter_config(args: TrainArguments, target_config, tokenizer) -> DFlareConfig:
-    """The config of a fresh drafter."""
-    try:
-        return DFlareConfig.from_target(target_config, tokenizer=tokenizer, **args.drafter)
-    except TypeError as error:
-        raise ValueError(f"drafter: {error}") from None
-
-
-def trained_drafter(name: str, settings: dict, target) -> DFlareForBlockDiffusion:
-    """
-    The drafter called `name`, which must agree with `target` and with what the group `drafter` sets.
-
-    Raises:
-        ValueError: naming the field and both values where they differ.
-    """
-    drafter = DFlareForBlockDiffusion.from_pretrained(resolve_drafter(name), dtype=torch.float32)
-    check_sizes(drafter, target)
-    for key, value in settings.items():
-        if (its := getattr(drafter.config, key, None)) != value:
-            raise ValueError(f"drafter.{key} is {value!r}, but {its!r} in {name}, which start_from names")
-    return drafter.train()
 
 
 def checkpoint_to_resume(args: TrainArguments, config: DFlareConfig) -> str | None:

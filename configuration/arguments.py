@@ -15,6 +15,7 @@ from pathlib import Path
 DEFAULT_TARGET = "smollm2-135m-instruct"
 DEFAULT_DRAFTER = "dflare-smollm2-135m"
 RECIPES = Path(__file__).parent / "recipes"
+START_LAYERS = ("last", "spread")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -124,6 +125,13 @@ class DataArguments:
     retries: int = setting("Tries of a failed request after the first, with growing pauses.", 8, least=0)
     dtype: str = setting("Type of the target.", "bfloat16", DTYPES)
     seed: int = setting("For the draw and for sampling.", 0)
+    features: str | None = setting(
+        "Folder for the target's states on every row, computed once, so that training needs no pass of the target: "
+        "(taps + 1) x hidden size x 2 bytes a token.",
+        None,
+    )
+    drafter: dict = setting("For features: as for `train`; target_layer_ids or num_taps matter.", {})
+    max_length: int = setting("For features: sequences are cut to this many tokens, as for `train`.", 3072, least=2)
 
 
 @dataclass(kw_only=True)
@@ -136,7 +144,15 @@ class TrainArguments:
     )
     target: str = setting(f"Hub id or folder of the target; {DEFAULT_TARGET} is the embedded one.", DEFAULT_TARGET)
     drafter: dict = setting("Arguments of DFlareConfig.from_target (num_hidden_layers, block_size, fusion, ...).", {})
+    features: str | None = setting(
+        "Folder that `dflare data --features` filled, instead of passes of the target.", None
+    )
     start_from: str | None = setting("Hub id or folder of a drafter to train further, instead of a fresh one.", None)
+    start_layers: str | None = setting(
+        "Let a fresh drafter's layers begin as layers of the target: its last ones, or evenly spread ones.",
+        None,
+        (None, *START_LAYERS),
+    )
     trainer: dict = setting("Fields of DFlareTrainingArguments (learning_rate, gamma, num_anchors, ...).", {})
     max_length: int = setting("Sequences are cut to this many tokens.", 3072, least=2)
     validation_size: int = setting(

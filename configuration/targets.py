@@ -24,12 +24,13 @@ def resolve_target(name: str) -> str:
     return str(embedded_target()) if name == DEFAULT_TARGET else _existing("target", name)
 
 
-def load_pretrained(kind: str, folder: str, dtype: str):
+def load_pretrained(kind: str, folder: str, dtype: str, device: str | None = None):
     """
-    A target (`kind` "AutoModelForCausalLM") or drafter ("AutoModel") in eval mode, on the GPU where there is one.
+    A target (`kind` "AutoModelForCausalLM") or drafter ("AutoModel") in eval mode.
 
     Args:
         dtype: a name of `arguments.DTYPES`; "auto" is the checkpoint's own.
+        device: by default the GPU where there is one.
     """
     import torch
     import transformers
@@ -37,7 +38,7 @@ def load_pretrained(kind: str, folder: str, dtype: str):
     model = getattr(transformers, kind).from_pretrained(
         folder, dtype=dtype if dtype == "auto" else getattr(torch, dtype)
     )
-    return model.to("cuda" if torch.cuda.is_available() else "cpu")
+    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def load_pair(target: str, drafter: str, dtype: str, **tokenizer_options):

@@ -38,6 +38,9 @@ class DFlareConfig(Qwen3Config):
             over the concatenated taps, shared by all draft layers (DFlash). Unset, it follows from `architectures`.
         fusion_softmax (`bool`, defaults to `True`):
             Whether layer-wise weights pass through a softmax (paper, ablation "without softmax").
+        fusion_fc (`bool`, defaults to `False`):
+            Whether one linear layer, shared by all draft layers, follows the layer-wise mixture (paper, ablation "added
+            fully-connected layer").
         separate_context_kv (`bool`):
             Whether the context has key/value projections of its own. Unset: yes with `"layerwise"`, no with `"shared_fc"`.
         num_draft_tokens (`int`, *optional*):
@@ -64,6 +67,7 @@ class DFlareConfig(Qwen3Config):
     mask_token_id: int = None  # type: ignore[assignment]
     fusion: str | None = None
     fusion_softmax: bool = True
+    fusion_fc: bool = False
     separate_context_kv: bool | None = None
     num_draft_tokens: int | None = None
     draft_policy: str = "adaptive"
@@ -134,6 +138,8 @@ class DFlareConfig(Qwen3Config):
             _require_int(key, getattr(self, key), low)
         if self.fusion not in FUSIONS:
             raise ValueError(f"fusion is {self.fusion!r}; known are {', '.join(FUSIONS)}")
+        if self.fusion_fc and self.fusion != "layerwise":
+            raise ValueError(f"fusion_fc is {self.fusion_fc}, but fusion is {self.fusion!r}, which has its own layer")
         if self.draft_policy not in DRAFT_POLICIES:
             raise ValueError(f"draft_policy is {self.draft_policy!r}; known are {', '.join(DRAFT_POLICIES)}")
         if (self.draft_vocab_size or 0) > self.vocab_size:
@@ -155,8 +161,11 @@ class DFlareConfig(Qwen3Config):
                 f"layer_types is {self.layer_types}; expected one of {', '.join(DRAFT_LAYER_TYPES)} for each of "
                 f"{self.num_hidden_layers} layers"
             )
-        if "sliding_attention" in self.layer_types and self.sliding_window < self.block_size:
-            raise ValueError(f"sliding_window is {self.sliding_window}, below block_size {self.block_size}")
+        if "sliding_attention" in self.layer_types and (self.sliding_window or 0) < self.block_size:
+            raise ValueError(
+                f"sliding_window is {self.sliding_window}, below block_size {self.block_size} (with use_sliding_window "
+                f"{self.use_sliding_window})"
+            )
 
     @classmethod
     def from_target(

@@ -29,6 +29,7 @@ from .candidates_dflare import DFlareCandidateGenerator, DraftRecord, record_dra
 from .checks_dflare import check_target
 from .configuration_dflare import DFlareConfig
 from .hook_dflare import attach_to, detach_from, install_hook
+from .masks_dflare import masks_by_layer_type
 
 # Start value of the fusion logit at a draft layer's depth-matched tap; all others start at 0 (published code).
 FUSION_START = 2.0
@@ -222,6 +223,7 @@ class DFlareForBlockDiffusion(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["DFlareDecoderLayer"]
     _supports_sdpa = True
+    _supports_flex_attn = True
     _supports_attention_backend = True
 
     def __init__(self, config: DFlareConfig):
@@ -229,8 +231,9 @@ class DFlareForBlockDiffusion(PreTrainedModel):
         config.validate_drafter()  # again, since fields can be set after the config was built
         if config.fusion == "layerwise":
             self.layer_fusion_weights = nn.Parameter(torch.empty(config.num_hidden_layers, config.num_taps))
-        else:
-            self.fc = nn.Linear(config.num_taps * config.hidden_size, config.hidden_size, bias=False)
+        if config.fusion == "shared_fc" or config.fusion_fc:
+            inputs = config.num_taps if config.fusion == "shared_fc" else 1
+            self.fc = nn.Linear(inputs * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList([DFlareDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -248,6 +251,8 @@ class DFlareForBlockDiffusion(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, DFlareForBlockDiffusion) and self.config.fusion == "layerwise":
             init.copy_(module.layer_fusion_weights, fusion_start(self.config))
+        if self.config.fusion_fc and module is self.fc:
+            init.copy_(module.weight, torch.eye(self.config.hidden_size))
         if isinstance(module, DFlareForBlockDiffusion) and module.draft_token_ids is not None:
             init.copy_(module.draft_token_ids, torch.arange(len(module.draft_token_ids)))
 
@@ -276,7 +281,8 @@ class DFlareForBlockDiffusion(PreTrainedModel):
     def fuse(self, taps: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         """
         The context each draft layer reads, one layer after the other so that no D copies live: for layer d
-        RMSNorm(sum_t softmax(w_d)_t h_t) (paper, Method), mixture first, then the one shared norm (published code).
+        RMSNorm(sum_t softmax(w_d)_t h_t) (paper, Method), mixture first, then the one shared norm (published code). With
+        `fusion_fc` a linear layer stands between the two.
 
         Args:
             taps: T tensors (b, n, H), in `target_layer_ids` order.
@@ -293,7 +299,8 @@ class DFlareForBlockDiffusion(PreTrainedModel):
             weights = weights.float().softmax(dim=-1).to(weights.dtype)
         stacked = torch.stack(list(taps))
         for row in weights:
-            yield self.hidden_norm((row @ stacked.flatten(1)).view_as(taps[0]))
+            mixture = (row @ stacked.flatten(1)).view_as(taps[0])
+            yield self.hidden_norm(self.fc(mixture) if self.config.fusion_fc else mixture)
 
     def project_context(self, taps: Sequence[torch.Tensor], position_ids: torch.Tensor) -> Iterator[KeyValue]:
         """Context keys and values of each draft layer in turn; `position_ids` is (b, n)."""
@@ -351,7 +358,8 @@ class DFlareForBlockDiffusion(PreTrainedModel):
                 one another in training, told apart by `attention_mask`.
             context_hidden_states: the taps of context tokens not yet in `cache`: (b, n, T * H) concatenated in
                 `target_layer_ids` order, or T tensors (b, n, H), or None if there are none.
-            attention_mask: None if all is visible; (b, keys) with 1 for visible keys; or (b, 1, s, keys), boolean.
+            attention_mask: None if all is visible; (b, keys) with 1 for visible keys; (b, 1, s, keys), boolean; or a
+                `BlockMask` of flex attention.
             position_ids: (b, n + s), the context's positions, then the block's. Defaults to running on from `cache`.
             cache: None, a `ContextCache`, or transformers' `DFlashCache`.
             past_key_values: the name that transformers below 5.24 gives `cache`.
@@ -367,7 +375,7 @@ class DFlareForBlockDiffusion(PreTrainedModel):
         if position_ids is None:
             end = num_cached + num_new + noise_embeds.shape[1]
             position_ids = torch.arange(num_cached, end, device=noise_embeds.device).unsqueeze(0)
-        masks = self._masks_by_layer_type(attention_mask, noise_embeds, position_ids, num_cached)
+        masks = masks_by_layer_type(self.config, attention_mask, noise_embeds, position_ids, num_cached)
         join = self._joiner(taps, position_ids[:, :num_new], cache)
         position_embeddings = self.rotary_emb(noise_embeds, position_ids[:, num_new:])
         hidden_states = noise_embeds
@@ -410,27 +418,6 @@ class DFlareForBlockDiffusion(PreTrainedModel):
             return block if cache is None else cache.update(*block, layer_idx)
 
         return join
-
-    def _masks_by_layer_type(
-        self, mask: torch.Tensor | None, noise_embeds: torch.Tensor, position_ids: torch.Tensor, num_cached: int
-    ) -> dict[str, torch.Tensor | None]:
-        """The caller's mask as it is for full layers, and with the window's limit for sliding ones."""
-        if isinstance(mask, torch.Tensor) and mask.dim() == 2:
-            mask = mask[:, None, None, :].bool().expand(-1, 1, noise_embeds.shape[1], -1)
-        masks = {"full_attention": mask}
-        if "sliding_attention" in self.config.layer_types:
-            cached = torch.arange(num_cached, device=position_ids.device).expand(position_ids.shape[0], -1)
-            keys = torch.cat([cached, position_ids], dim=1)
-            queries = position_ids[:, -noise_embeds.shape[1] :]
-            near = (queries[:, None, :, None] - keys[:, None, None, :]).abs() < self.config.sliding_window
-            masks["sliding_attention"] = near if mask is None else near & mask
-        return {kind: self._for_backend(mask, noise_embeds.dtype) for kind, mask in masks.items()}
-
-    def _for_backend(self, mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-        """A boolean mask as the attention implementation wants it: sdpa takes it as it is, eager adds it."""
-        if self.config._attn_implementation != "eager" or mask is None or mask.dtype != torch.bool:
-            return mask
-        return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
     # ------------------------------------------------------------------------------------------------- in generate()
 

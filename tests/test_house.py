@@ -120,7 +120,7 @@ def test_a_recipe_says_only_what_differs_from_its_base_and_goes_by_its_name():
         "separate_context_kv": False,
     }
     assert ablation["data"] == whole["data"] and ablation["train"]["trainer"] == whole["train"]["trainer"]
-    with pytest.raises(ValueError, match="no recipe of that name; there are ablations/data-270k"):
+    with pytest.raises(ValueError, match="no recipe of that name; there are ablations/added-fc"):
         recipe_file("qwen3-80b")
 
 

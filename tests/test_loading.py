@@ -16,7 +16,7 @@ from dflare import DFlareConfig, DFlareForBlockDiffusion
 from dflare.modeling_dflare import fusion_start
 from helpers import prompt_of, tiny_drafter, tiny_target
 
-PARTS = ("configuration", "modeling", "candidates", "checks", "drafting", "policy", "batches", "hook")
+PARTS = ("configuration", "modeling", "candidates", "checks", "drafting", "policy", "batches", "hook", "masks")
 CODE = {f"{part}_dflare.py" for part in PARTS}
 
 
@@ -148,3 +148,19 @@ def test_two_loaded_copies_serve_each_other(drafter, tmp_path):
         with assistant.record_drafts() as records:
             output = target.generate(input_ids=prompt, do_sample=False, max_new_tokens=8, assistant_model=assistant)
         assert torch.equal(output, expected) and records[0].rounds
+
+
+def test_an_added_layer_starts_as_the_identity(tmp_path):
+    """Built, loaded without it, and saved: the mixture passes it unchanged until it is trained."""
+    plain = tiny_drafter(tiny_target())
+    plain.save_pretrained(tmp_path / "plain")
+    config = DFlareConfig.from_pretrained(tmp_path / "plain", fusion_fc=True)
+    added = DFlareForBlockDiffusion.from_pretrained(tmp_path / "plain", config=config)
+    taps = [torch.randn(1, 5, 64, dtype=torch.double) for _ in range(3)]
+    for ours, theirs in zip(plain.fuse(taps), added.double().fuse(taps), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    torch.nn.init.constant_(added.fc.weight, 0.5)
+    added.save_pretrained(tmp_path / "added")
+    assert (DFlareForBlockDiffusion.from_pretrained(tmp_path / "added").fc.weight == 0.5).all()
+    with pytest.raises(ValueError, match="fusion_fc is True, but fusion is 'shared_fc'"):
+        tiny_drafter(tiny_target(), fusion="shared_fc", fusion_fc=True)

@@ -9,10 +9,19 @@ from torch import nn
 from dflare.candidates_dflare import request_taps, select_taps
 from dflare.drafting_dflare import RestrictedHead
 from dflare.training import loss as loss_module
-from dflare.training.anchors import IGNORED, anchor_candidates, sample_anchors, slot_labels
+from dflare.training.anchors import (
+    IGNORED,
+    anchor_candidates,
+    draw_anchors,
+    sample_anchors,
+    slot_labels,
+    token_positions,
+)
+from dflare.training.data import pack_sequences, pad_sequences
+from dflare.training.features import target_states
 from dflare.training.loss import Objective, block_hidden_states, block_loss, dense_block_loss, rows_of, slot_losses
 from dflare.training.weights import expected_length_weights, gamma_at, position_weights, until_failure
-from helpers import prompts_of, tiny_drafter, tiny_target
+from helpers import prompt_of, prompts_of, tiny_drafter, tiny_target
 
 LENGTH, BLOCK = 20, 4
 
@@ -252,6 +261,45 @@ def test_gradient_checkpointing_changes_nothing(pair):
         pair[1].gradient_checkpointing_disable()
         pair[1].eval()
     torch.testing.assert_close(plain, checkpointed)
+
+
+def test_packed_sequences_are_what_they_are_alone(pair):
+    """Loss and gradients of a packed row are those of padded rows; no label, context or position comes from a neighbour."""
+    target, drafter = pair
+    rows = [
+        {
+            "input_ids": prompt_of(size, seed=size)[0].tolist(),
+            "loss_mask": [0] * start + [1] * (size - start),
+            "greedy": 1,
+        }
+        for size, start in ((9, 1), (20, 5), (3, 3), (6, 2))  # the third holds no anchor
+    ]
+    results, drawn = [], []
+    for collate in (pad_sequences, pack_sequences):
+        batch = collate(rows)
+        ids, starts = batch["input_ids"], batch["starts"]
+        taps = target_states(target, drafter.config, ids, position_ids=token_positions(starts))[:-1]
+        anchors, keep = draw_anchors(batch["loss_mask"], starts=starts)
+        drawn.append([(int(token), int(place)) for token, place in zip(
+            ids.gather(1, anchors)[keep], token_positions(starts).gather(1, anchors)[keep], strict=True
+        )])  # fmt: skip
+        loss = loss_of(pair, ids, batch["loss_mask"], taps, anchors, keep, starts=starts)
+        results.append((loss, gradients(pair, loss)))
+    assert drawn[0] == drawn[1] and len(drawn[0]) == 7 + 14 + 3
+    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-6)
+    # The neighbours' tokens, one prompt token each, do lie within a block's reach: without `starts` they would be labels.
+    spread = slot_labels(ids, batch["loss_mask"], anchors, keep, 8)
+    assert (spread != slot_labels(ids, batch["loss_mask"], anchors, keep, 8, starts)).any()
+
+
+def test_up_to_n_anchors_of_each_packed_sequence():
+    mask, starts = torch.ones(1, 30), torch.tensor([0] * 10 + [10] * 4 + [14] * 16)[None]
+    anchors, keep = draw_anchors(mask, 5, torch.Generator().manual_seed(0), starts=starts)
+    owners = starts.gather(1, anchors)[keep].tolist()
+    assert [owners.count(start) for start in (0, 10, 14)] == [5, 3, 5]
+    assert not {9, 13, 29} & set(anchors.flatten().tolist())  # the last token of each has no successor
+    anchors, keep = draw_anchors(mask, None, None, budget=9, starts=starts)
+    assert keep.sum() == 9
 
 
 def test_restricted_head(pair):

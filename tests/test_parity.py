@@ -14,6 +14,7 @@ VARIANTS = {
     "without softmax": dict(fusion_softmax=False),
     "without separate K/V": dict(separate_context_kv=False),
     "dflash": dict(fusion="shared_fc"),
+    "added fully-connected layer": dict(fusion_fc=True),
     "sliding window": dict(
         use_sliding_window=True, sliding_window=6, layer_types=["sliding_attention", "full_attention"]
     ),
@@ -98,7 +99,7 @@ def test_a_block_sees_all_of_itself_and_nothing_of_others():
     target, drafter = pair()
     taps = taps_of(target, drafter, prompt_of(LENGTH))
     anchors = torch.tensor([[6, 9]])
-    mask = block_mask(anchors, torch.ones_like(anchors, dtype=torch.bool), LENGTH, 4)
+    mask = block_mask(anchors, torch.ones_like(anchors, dtype=torch.bool), 4, torch.zeros(1, LENGTH, dtype=torch.long))
     positions = torch.cat([torch.arange(LENGTH), torch.arange(6, 10), torch.arange(9, 13)])[None]
     noise = torch.randn(1, 8, 64, generator=torch.Generator().manual_seed(0))
 
@@ -143,3 +144,21 @@ def test_native_contract_takes_concatenated_taps():
     torch.testing.assert_close(masked, together, rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="128 wide.*192"):
         drafter(noise, torch.cat(taps[:2], dim=-1))
+
+
+@pytest.mark.parametrize("variant", ["dflare", "sliding window"])
+def test_every_kind_of_attention_agrees(variant):
+    """On one batch of several blocks, some of them padding. Flex attention runs on CPUs without gradients only."""
+    target, drafter = pair(**VARIANTS[variant])
+    embed, ids = target.get_input_embeddings(), torch.cat([prompt_of(LENGTH), prompt_of(LENGTH, seed=5)])
+    taps = taps_of(target, drafter, ids)
+    for width in (2, 3):  # another number of anchors
+        anchors = torch.tensor([[3, 7, 14], [9, 15, 0]])[:, :width]
+        keep = torch.tensor([[True, True, True], [True, True, False]])[:, :width]
+        outputs = {}
+        for attention in ("eager", "sdpa", "flex_attention"):
+            drafter.set_attn_implementation(attention)
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                outputs[attention] = block_hidden_states(drafter, embed, ids, taps, anchors, keep)
+        for output in outputs.values():
+            torch.testing.assert_close(output, outputs["sdpa"], rtol=1e-4, atol=1e-4)

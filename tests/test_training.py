@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModel, TrainerCallback
+from transformers import AutoModel, EarlyStoppingCallback, TrainerCallback
 
 from dflare.commands.main import main
 from dflare.training.data import load_responses, pad_with_every_anchor, response_token_ids, to_sequences
@@ -110,6 +110,80 @@ def test_kept_states_are_the_same_states(tmp_path, target):
         assert len(trainer.kept_states) == (8 if keep else 0)
         weights.append(torch.cat([p.detach().flatten() for p in drafter.parameters()]))
     torch.testing.assert_close(weights[0], weights[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_packed_batches_train_as_padded_ones(tmp_path, target, keep):
+    rows, weights = response_rows(target, count=12), []
+    for place, row in enumerate(rows):
+        row["response_ids"] = row["response_ids"][: 6 + 3 * place]
+    for packing in (False, True):
+        drafter = tiny_drafter(target)
+        make_trainer(
+            tmp_path, target, drafter, rows, max_steps=6, packing=packing, keep_states=keep, num_anchors=1000
+        ).train()
+        weights.append(torch.cat([p.detach().flatten() for p in drafter.parameters()]))
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-3, atol=1e-4)
+
+
+def test_a_target_that_mixes_packed_sequences_is_refused(tmp_path, target, monkeypatch):
+    own = target.model.forward
+    monkeypatch.setattr(target.model, "forward", lambda *args, position_ids=None, **kwargs: own(*args, **kwargs))
+    with pytest.raises(ValueError, match="packing is True, but in a packed row"):
+        make_trainer(tmp_path, target, tiny_drafter(target), response_rows(target, count=4), packing=True)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(weighting="expected_length"), dict(weighting="until_failure"), dict(distillation="kl"),
+        dict(distillation="total_variation"), dict(gradient_checkpointing=True), dict(gamma=2.0, gamma_end=6.0),
+        dict(packing=True, distillation="kl", keep_states=True), dict(anchor_budget=40),
+    ],
+    ids=lambda settings: " ".join(settings),
+)  # fmt: skip
+def test_every_objective_lowers_the_loss(tmp_path, target, settings):
+    trainer = make_trainer(tmp_path, target, tiny_drafter(target), response_rows(target, count=8), **settings)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before - 0.1
+    gammas = [entry["gamma"] for entry in trainer.state.log_history if "gamma" in entry]
+    assert len(gammas) == 3 and gammas[0] < gammas[1] < gammas[2] < 20  # by epochs, or evenly to its end
+
+
+def test_checkpointing_activations_changes_nothing(tmp_path, target):
+    weights = []
+    for on in (False, True):
+        drafter = tiny_drafter(target)
+        make_trainer(
+            tmp_path, target, drafter, response_rows(target, count=8), max_steps=4, gradient_checkpointing=on
+        ).train()
+        weights.append(torch.cat([p.detach().flatten() for p in drafter.parameters()]))
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-4, atol=1e-5)
+
+
+def test_callbacks_metrics_of_your_own_and_the_best_checkpoint(tmp_path, target):
+    """The best by acceptance length is kept, and training ends early where it no longer grows."""
+    seen = []
+
+    class Watch(TrainerCallback):
+        def on_evaluate(self, args, state, control, metrics, **kwargs):
+            seen.append((metrics["eval_acceptance_length"], metrics["eval_rounds"]))
+
+    data = to_sequences(Dataset.from_list(response_rows(target, count=8)), max_length=400)
+    settings = DFlareTrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, max_steps=12, learning_rate=0.0,
+        per_device_train_batch_size=4, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,
+        load_best_model_at_end=True, metric_for_best_model="acceptance_length", save_total_limit=1,
+    )  # fmt: skip
+    trainer = DFlareTrainer(
+        tiny_drafter(target), target, settings, train_dataset=data, eval_dataset=data,
+        compute_metrics=lambda prediction: {"rounds": float(prediction.predictions[:, 0].sum())},
+        callbacks=[Watch(), EarlyStoppingCallback(early_stopping_patience=2)],
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.global_step == 6 and len(seen) == 3 and len(set(seen)) == 1 and seen[0][1] > 0
+    assert trainer.state.best_metric == seen[0][0] and trainer.state.best_model_checkpoint.endswith("checkpoint-2")
 
 
 def test_a_loss_that_is_not_finite_stops_training(tmp_path, target):

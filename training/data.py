@@ -68,13 +68,43 @@ def response_token_ids(rows: Dataset, limit: int | None = None) -> torch.Tensor:
 
 
 def pad_sequences(rows: Sequence[dict]) -> dict[str, torch.Tensor]:
-    """A batch of sequences, padded at their ends: the collator of training, which draws anchors later, by the step."""
+    """
+    A batch of sequences, a row each, padded at their ends: the collator of training, which draws anchors later, by the
+    step. `starts` (b, S) says where each token's sequence begins in its row.
+    """
+    ids = _pad(_tensors(rows, "input_ids"))
     return {
-        "input_ids": _pad([torch.as_tensor(row["input_ids"]) for row in rows]),
-        "loss_mask": _pad([torch.as_tensor(row["loss_mask"]) for row in rows]),
-        "greedy": torch.tensor([bool(row["greedy"]) for row in rows]),
-        "length": torch.tensor([len(row["input_ids"]) for row in rows]),
+        "input_ids": ids,
+        "loss_mask": _pad(_tensors(rows, "loss_mask")),
+        "starts": torch.zeros_like(ids),
+        **_per_sequence(rows),
     }
+
+
+def pack_sequences(rows: Sequence[dict]) -> dict[str, torch.Tensor]:
+    """As `pad_sequences`, but one row (1, S) with all sequences one after the other, so that nothing is padding."""
+    own = _per_sequence(rows)
+    ends = own["length"].cumsum(0)
+    return {
+        "input_ids": torch.cat(_tensors(rows, "input_ids"))[None],
+        "loss_mask": torch.cat(_tensors(rows, "loss_mask"))[None],
+        "starts": (ends - own["length"]).repeat_interleave(own["length"])[None],
+        **own,
+    }
+
+
+def unjoined(batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The ids of each sequence of a batch of either kind."""
+    ids, lengths = batch["input_ids"], batch["length"].tolist()
+    if len(ids) < len(lengths):
+        return list(ids[0].split(lengths))
+    return [row[:length] for row, length in zip(ids, lengths, strict=True)]
+
+
+def joined_like(batch: dict[str, torch.Tensor], values: list[torch.Tensor]) -> torch.Tensor:
+    """(b, S, ...), where `values` (length, ...) belong to the sequences of a batch of either kind."""
+    packed = len(batch["input_ids"]) < len(values)
+    return torch.cat(values)[None] if packed else _pad(values)
 
 
 def pad_with_every_anchor(rows: Sequence[dict]) -> dict[str, torch.Tensor]:
@@ -82,6 +112,17 @@ def pad_with_every_anchor(rows: Sequence[dict]) -> dict[str, torch.Tensor]:
     batch = pad_sequences(rows)
     anchors, keep = draw_anchors(batch["loss_mask"])
     return {**batch, "anchors": anchors, "keep": keep}
+
+
+def _per_sequence(rows: Sequence[dict]) -> dict[str, torch.Tensor]:
+    return {
+        "greedy": torch.tensor([bool(row["greedy"]) for row in rows]),
+        "length": torch.tensor([len(row["input_ids"]) for row in rows]),
+    }
+
+
+def _tensors(rows: Sequence[dict], name: str) -> list[torch.Tensor]:
+    return [torch.as_tensor(row[name]) for row in rows]
 
 
 def _pad(tensors: list[torch.Tensor]) -> torch.Tensor:

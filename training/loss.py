@@ -60,6 +60,7 @@ def block_hidden_states(
     taps: Sequence[torch.Tensor],
     anchors: torch.Tensor,
     keep: torch.Tensor,
+    starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
     The drafter's final hidden states (b, A, B, H) of the blocks at all anchors in one pass: what `generate()` computes
@@ -69,15 +70,17 @@ def block_hidden_states(
         drafter: a `DFlareForBlockDiffusion`, or its wrapper in distributed training.
         embed: the target's embedding, frozen.
         input_ids: (b, S). taps: T tensors (b, S, H) of the target's states on them. anchors, keep: (b, A).
+        starts: (b, S), where each token's sequence begins in its row; by default a row is one sequence.
     """
     plain = unwrap(drafter)
-    size = plain.config.block_size
+    size, kind = plain.config.block_size, plain.config._attn_implementation
+    starts = torch.zeros_like(input_ids) if starts is None else starts
     noise = embed(block_ids(input_ids, anchors, size, plain.config.mask_token_id)).to(plain.dtype)
     hidden = drafter(
         noise_embeds=noise,
         context_hidden_states=taps,
-        attention_mask=block_mask(anchors, keep, input_ids.shape[1], size),
-        position_ids=block_positions(anchors, input_ids.shape[1], size),
+        attention_mask=block_mask(anchors, keep, size, starts, kind),
+        position_ids=block_positions(anchors, size, starts),
     ).last_hidden_state
     return hidden.unflatten(1, (-1, size))
 
@@ -166,6 +169,7 @@ def block_loss(
     divisor: torch.Tensor | float | None = None,
     objective: Objective = PLAIN,
     target_states: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
     The training loss: the weighted sum over slots divided by `loss_divisor`.
@@ -174,12 +178,13 @@ def block_loss(
         gamma: decay of the position weights in slots; None for none.
         divisor: where several batches make one step, that of all of them; by default this batch's own.
         target_states: (b, S, H), what the target's head is fed; for a distillation.
+        starts: as in `block_hidden_states`.
     """
     block_size = unwrap(drafter).config.block_size
-    labels = slot_labels(input_ids, loss_mask, anchors, keep, block_size)
+    labels = slot_labels(input_ids, loss_mask, anchors, keep, block_size, starts)
     if divisor is None:
         divisor = loss_divisor(labels, gamma, objective)
-    hidden = block_hidden_states(drafter, embed, input_ids, taps, anchors, keep)[:, :, 1:]
+    hidden = block_hidden_states(drafter, embed, input_ids, taps, anchors, keep, starts)[:, :, 1:]
     valid = labels != IGNORED
     losses, hits = slot_losses(hidden[valid], labels[valid], head)
     weights = slot_weights(losses, hits, valid, gamma, objective)[valid]

@@ -1,6 +1,7 @@
 """`DFlareTrainer`: a `transformers.Trainer` whose loss is the block loss on the online states of a frozen target."""
 
 import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -9,16 +10,17 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalPrediction
 from transformers.utils import logging
 
-from dflare.candidates_dflare import request_taps, select_taps
 from dflare.drafting_dflare import RestrictedHead
 
-from .anchors import IGNORED, draw_anchors, slot_labels
-from .data import pad_sequences, pad_with_every_anchor
+from .anchors import IGNORED, draw_anchors, slot_labels, token_positions
+from .data import pack_sequences, pad_sequences, pad_with_every_anchor
+from .features import known_states, remember_states, target_states
 from .loss import Objective, block_hidden_states, block_loss, loss_divisor, slot_losses
 from .weights import gamma_at
 
 logger = logging.get_logger(__name__)
 EVALUATION_ANCHORS = 64  # blocks evaluated at once, which bounds the attention mask
+PACKING_TOLERANCE = 0.02  # what rounding may change in bf16
 
 
 @dataclass
@@ -54,12 +56,14 @@ class DFlareTrainingArguments(TrainingArguments):
     fusion_lr_scale: float = field(
         default=1.0, metadata={"help": "Learning rate of the fusion weights, as a multiple."}
     )
-
+    packing: bool = field(
+        default=False, metadata={"help": "Lay a batch's sequences one after the other instead of padding each."}
+    )
     keep_states: bool = field(
         default=False,
         metadata={
             "help": "Keep the target's tapped states of every sequence in memory after its first pass: "
-            "taps x hidden size numbers a token, and later epochs do without the target."
+            "(taps + 1) x hidden size numbers a token, and later epochs do without the target."
         },
     )
 
@@ -107,28 +111,42 @@ class DFlareTrainer(Trainer):
         target: the frozen target, in any dtype.
         args: `DFlareTrainingArguments`.
         token_ids: ascending token ids to restrict the training loss's head to; evaluation always uses the whole head.
+        features: the target's states on every sequence (`FeatureStore`), instead of passes of the target.
+        compute_metrics: adds to our own metrics; its predictions are rows of `sequence_statistics`.
 
     Evaluation reports the loss, the accuracy at each slot, and the acceptance length that greedy verification would have
     had on the greedy rows: the blocks are walked through as `generate()` would walk them.
     """
 
     def __init__(
-        self, model: PreTrainedModel, target: PreTrainedModel, args: DFlareTrainingArguments, token_ids=None, **kwargs
+        self,
+        model: PreTrainedModel,
+        target: PreTrainedModel,
+        args: DFlareTrainingArguments,
+        token_ids=None,
+        features: Mapping[bytes, torch.Tensor] | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict] = lambda prediction: {},
+        **kwargs,
     ):
         self.target = target.eval().requires_grad_(False)
-        if getattr(target, "hf_device_map", None) is None:
-            target.to(args.device)
+        self.features = features
         self.embed = target.get_input_embeddings()
         self.full_head = target.get_output_embeddings()
+        if getattr(target, "hf_device_map", None) is None:
+            for part in (self.embed, self.full_head) if features is not None else (target,):
+                part.to(args.device)
         self.head = self.full_head if token_ids is None else RestrictedHead(self.full_head, token_ids)
-        kwargs.setdefault("data_collator", pad_sequences)
+        kwargs.setdefault("data_collator", pack_sequences if args.packing else pad_sequences)
         args.remove_unused_columns = False
-        super().__init__(model=model, args=args, compute_metrics=reduce_statistics, **kwargs)
+        metrics = lambda prediction: {**reduce_statistics(prediction), **compute_metrics(prediction)}  # noqa: E731
+        super().__init__(model=model, args=args, compute_metrics=metrics, **kwargs)
         self.model_accepts_loss_kwargs = True
         self.label_names = ["loss_mask"]
         self.warned_of_empty_rows = False
         self.kept_states: dict[bytes, torch.Tensor] = {}
         self.can_return_loss = True
+        if args.packing and features is None:
+            check_packing(self.target_states, model.config.vocab_size, args.device)
 
     @property
     def gamma(self) -> float | None:
@@ -137,35 +155,22 @@ class DFlareTrainer(Trainer):
         progress = state.global_step / max(state.max_steps, 1)
         return gamma_at(args.gamma, args.gamma_step, args.gamma_end, epoch=state.epoch or 0.0, progress=progress)
 
-    @torch.no_grad()
-    def target_states(self, input_ids: torch.LongTensor) -> list[torch.Tensor]:
-        """
-        T tensors (b, S, H), and for a distillation one more, which the head is fed; padding lies at the end, where a
-        causal target's real tokens cannot see it.
-        """
-        config = self.accelerator.unwrap_model(self.model).config
-        decoder = self.target.get_decoder()  # without the head, whose logits nobody needs here
-        outputs = decoder(input_ids=input_ids, output_hidden_states=request_taps(config), use_cache=False)
-        last = [outputs.last_hidden_state] if self.args.distillation else []
-        return [*select_taps(outputs, config), *last]
+    def target_states(self, input_ids: torch.LongTensor, **inputs) -> list[torch.Tensor]:
+        """`features.target_states` of our target."""
+        return target_states(self.target, self.accelerator.unwrap_model(self.model).config, input_ids, **inputs)
 
-    def training_states(self, inputs: dict) -> list[torch.Tensor]:
-        """As `target_states`; with `keep_states` only for sequences that are not in memory yet."""
-        if not self.args.keep_states:
-            return self.target_states(inputs["input_ids"])
-        ids, lengths = inputs["input_ids"], inputs["length"].tolist()
-        keys = [row[:length].cpu().numpy().tobytes() for row, length in zip(ids, lengths, strict=True)]
-        missing = [row for row, key in enumerate(keys) if key not in self.kept_states]
-        if missing:
-            taps = torch.stack(self.target_states(ids[missing, : max(lengths[row] for row in missing)]), dim=2).cpu()
-            for row, states in zip(missing, taps, strict=True):
-                self.kept_states[keys[row]] = states[: lengths[row]].clone()
-        rows = [self.kept_states[key] for key in keys]  # (length, T, H) each
-        return list(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(ids.device).unbind(dim=2))
+    def states(self, inputs: dict) -> list[torch.Tensor]:
+        """The target's states of a batch, as `target_states`: from features, from memory, or computed."""
+        if self.features is not None:
+            return known_states(self.features, inputs)
+        if self.args.keep_states and self.model.training:
+            remember_states(self.kept_states, inputs, self.target_states)
+            return known_states(self.kept_states, inputs)
+        packed = {"position_ids": token_positions(inputs["starts"])} if self.args.packing else {}
+        return self.target_states(inputs["input_ids"], **packed)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        states = self.training_states(inputs)
-        taps, last = (states[:-1], states[-1]) if self.args.distillation else (states, None)
+        *taps, last = self.states(inputs)
         loss = block_loss(
             model,
             self.embed,
@@ -179,6 +184,7 @@ class DFlareTrainer(Trainer):
             divisor=num_items_in_batch,
             objective=self.args.objective,
             target_states=last,
+            starts=inputs["starts"],
         )
         if not torch.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss.item()} at step {self.state.global_step}; stopping")
@@ -195,7 +201,7 @@ class DFlareTrainer(Trainer):
         generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
         for batch in batch_samples:
             batch["anchors"], batch["keep"] = draw_anchors(
-                batch["loss_mask"], self.args.num_anchors, generator, self.args.anchor_budget
+                batch["loss_mask"], self.args.num_anchors, generator, self.args.anchor_budget, batch["starts"]
             )
         block_size = self.accelerator.unwrap_model(self.model).config.block_size
         empty = sum(int((~batch["keep"].any(dim=1)).sum()) for batch in batch_samples)
@@ -204,7 +210,8 @@ class DFlareTrainer(Trainer):
             logger.warning(f"{empty} sequences of this step hold no anchor and add nothing to the loss (said once)")
         total = torch.zeros((), device=device)
         for batch in batch_samples:
-            labels = slot_labels(batch["input_ids"], batch["loss_mask"], batch["anchors"], batch["keep"], block_size)
+            ids, mask, anchors = batch["input_ids"], batch["loss_mask"], batch["anchors"]
+            labels = slot_labels(ids, mask, anchors, batch["keep"], block_size, batch["starts"])
             total += loss_divisor(labels, self.gamma, self.args.objective).to(device)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             total = self.accelerator.gather(total).sum()
@@ -220,6 +227,11 @@ class DFlareTrainer(Trainer):
             rate = self.args.learning_rate * self.args.fusion_lr_scale
             optimizer.add_param_group({"params": [fusion], "lr": rate, "weight_decay": 0.0})
         return optimizer
+
+    def log(self, logs: dict[str, float], *args, **kwargs) -> None:
+        """The Trainer's log, with gamma beside the loss."""
+        gamma = {"gamma": self.gamma} if "loss" in logs and self.gamma is not None else {}
+        super().log({**logs, **gamma}, *args, **kwargs)
 
     def _get_train_sampler(self, *args, **kwargs):
         """The Trainer's sampler; one that groups by length gets an order that seed and epoch decide, not the past."""
@@ -240,7 +252,7 @@ class DFlareTrainer(Trainer):
         inputs = self._prepare_inputs(inputs)
         config, ids = self.accelerator.unwrap_model(model).config, inputs["input_ids"]
         labels = slot_labels(ids, inputs["loss_mask"], inputs["anchors"], inputs["keep"], config.block_size)
-        taps = self.target_states(ids)[: config.num_taps]
+        *taps, _ = self.states(inputs)
         total, correct = torch.zeros((), device=labels.device), torch.zeros_like(labels, dtype=torch.bool)
         for piece in torch.arange(labels.shape[1], device=labels.device).split(EVALUATION_ANCHORS):
             anchors, keep, wanted = inputs["anchors"][:, piece], inputs["keep"][:, piece], labels[:, piece]
@@ -255,6 +267,22 @@ class DFlareTrainer(Trainer):
             sequence_statistics(*row) for row in zip(correct, valid, inputs["keep"], inputs["greedy"], strict=True)
         ]
         return loss, torch.stack(statistics), inputs["greedy"]
+
+
+def check_packing(states_of: Callable[..., list[torch.Tensor]], vocab_size: int, device: torch.device) -> None:
+    """Raises `ValueError` for a target whose tokens see other sequences of a packed row, or have other positions in it."""
+    first, second = (
+        torch.randint(vocab_size, (16,), generator=torch.Generator().manual_seed(0)).to(device).split((9, 7))
+    )
+    positions = torch.cat([torch.arange(9), torch.arange(7)])[None].to(device)
+    packed = torch.cat(states_of(torch.cat([first, second])[None], position_ids=positions))[:, 9:].float()
+    alone = torch.cat(states_of(second[None])).float()
+    difference = float((packed - alone).norm() / alone.norm())
+    if difference > PACKING_TOLERANCE:
+        raise ValueError(
+            f"packing is True, but in a packed row the target's states differ by {difference:.1%} from those of the same "
+            "sequence alone: it does not keep packed sequences apart; set packing to False"
+        )
 
 
 def sequence_statistics(

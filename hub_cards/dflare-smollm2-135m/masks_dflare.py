@@ -1,0 +1,1 @@
+../../modeling_dflare/masks_dflare.py

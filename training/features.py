@@ -1,0 +1,180 @@
+"""
+Features on disk: the target's states on every sequence, computed once, so that training needs no pass of the target. A
+folder of safetensors shards in bf16, each written whole; a run that goes on computes what is missing, also after more data
+came.
+
+They are large, (taps + 1) x hidden size x 2 bytes a token: right for a small target, little data or many runs on the same.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from dflare.candidates_dflare import request_taps, select_taps
+
+from .data import joined_like, unjoined
+
+SHARD_TOKENS = 32_768
+BATCH_TOKENS = 4_096  # of a pass of the target, padding included
+METADATA_KEY = "dflare"  # in a shard's header: what made it
+
+
+def target_states(target: Any, config: Any, input_ids: torch.Tensor, **inputs) -> list[torch.Tensor]:
+    """
+    T + 1 tensors (b, S, H): the taps in `target_layer_ids` order, and what the target's head is fed.
+
+    Args:
+        config: with `target_layer_ids`, of the drafter.
+        input_ids: (b, S); padding lies at the end, where a causal target's real tokens cannot see it.
+    """
+    decoder = target.get_decoder()  # without the head, whose logits nobody needs here
+    with torch.no_grad():
+        outputs = decoder(input_ids=input_ids, output_hidden_states=request_taps(config), use_cache=False, **inputs)
+    return [*select_taps(outputs, config), outputs.last_hidden_state]
+
+
+def sequence_key(input_ids: torch.Tensor) -> bytes:
+    """What a sequence's states are found by."""
+    return hashlib.blake2b(input_ids.int().cpu().numpy().tobytes(), digest_size=16).digest()
+
+
+class FeatureStore(Mapping):
+    """
+    The states (S, T + 1, H), in bf16, of each sequence in a folder, by its `sequence_key`. They are read when asked for.
+
+    Args:
+        folder: its shards may lie in folders below, as those of `dflare data --shard` do.
+        made_with: what the features must have been made with: target, target_layer_ids and so on.
+    Raises:
+        ValueError: if there are none, a shard cannot be read, or one was made with something else.
+    """
+
+    def __init__(self, folder: str | Path, made_with: dict):
+        self.folder = Path(folder)
+        self.places: dict[bytes, tuple[Any, int, int]] = {}
+        shards = sorted(self.folder.rglob("*.safetensors"))
+        if not shards:
+            raise ValueError(f"features: {folder} holds no shard; `dflare data --features {folder}` makes them")
+        for shard in shards:
+            self._open(shard, made_with)
+
+    def __getitem__(self, key: bytes) -> torch.Tensor:
+        shard, start, end = self.places[key]
+        return shard.get_slice("states")[start:end]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def check(self, sequences: Sequence[dict]) -> None:
+        """Raises `ValueError` unless every sequence's states are here."""
+        missing = sum(sequence_key(torch.as_tensor(row["input_ids"])) not in self.places for row in sequences)
+        if missing:
+            raise ValueError(
+                f"features: {self.folder} lacks the states of {missing} of {len(sequences)} sequences; run "
+                "`dflare data --features` again, with the same data and max_length"
+            )
+
+    def _open(self, path: Path, made_with: dict) -> None:
+        try:
+            shard = safe_open(path, "pt")
+            ids, lengths = shard.get_tensor("input_ids"), shard.get_tensor("lengths").tolist()
+            found = json.loads((shard.metadata() or {})[METADATA_KEY])
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            raise ValueError(f"features: {path} is no whole shard ({error}); delete it and make it again") from None
+        for key, value in made_with.items():
+            if found.get(key) != value:
+                raise ValueError(f"features: {key} is {value!r} here, but {path} was made with {found.get(key)!r}")
+        start = 0
+        for sequence in ids.split(lengths):
+            self.places[sequence_key(sequence)] = (shard, start, start + len(sequence))
+            start += len(sequence)
+
+
+def write_features(
+    folder: Path,
+    sequences: Sequence[dict],
+    made_with: dict,
+    states_of: Callable[[torch.Tensor], list[torch.Tensor]],
+    width: int,
+    progress: Callable[[int], object] = lambda done: None,
+) -> int:
+    """
+    Computes and stores what the folder lacks; returns the number of sequences that it lacked.
+
+    Args:
+        sequences: rows with `input_ids`. made_with: as in `FeatureStore`.
+        states_of: `target_states` of ids (b, S).
+        width: numbers of a token, (T + 1) H, to know the size beforehand.
+        progress: is told after each shard how many tokens are stored.
+    Raises:
+        ValueError: if the disk is too small for them, or the folder holds features made with something else.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    stored = FeatureStore(folder, made_with) if any(folder.rglob("*.safetensors")) else {}
+    rows = {sequence_key(ids): ids for ids in (torch.as_tensor(row["input_ids"]) for row in sequences)}
+    missing = sorted((ids for key, ids in rows.items() if key not in stored), key=len)
+    done = sum(len(ids) for key, ids in rows.items() if key in stored)
+    progress(done)
+    needed, free = 2 * width * sum(map(len, missing)), shutil.disk_usage(folder).free
+    if needed > free:
+        raise ValueError(f"features: {needed / 1e9:.1f} GB are needed, but {free / 1e9:.1f} GB are free in {folder}")
+    first = max((int(shard.stem) for shard in folder.glob("*.safetensors")), default=-1) + 1
+    for number, group in enumerate(_groups(missing, SHARD_TOKENS, padded=False), start=first):
+        states = [s for batch in _groups(group, BATCH_TOKENS, padded=True) for s in _states_of_each(batch, states_of)]
+        _write(folder / f"{number:06d}.safetensors", group, [each.bfloat16() for each in states], made_with)
+        done += sum(map(len, group))
+        progress(done)
+    return len(missing)
+
+
+def _states_of_each(sequences: list[torch.Tensor], states_of: Callable) -> list[torch.Tensor]:
+    """(length, T + 1, H) of each sequence, in one pass."""
+    padded = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+    states = torch.stack([tap.cpu() for tap in states_of(padded)], dim=2)
+    return [row[: len(ids)].clone() for row, ids in zip(states, sequences, strict=True)]
+
+
+def _groups(sequences: list[torch.Tensor], most: int, padded: bool) -> Iterator[list[torch.Tensor]]:
+    """Runs of sequences, ascending in length, of at most so many tokens (one sequence at least), padding counted or not."""
+    group: list[torch.Tensor] = []
+    for ids in sequences:
+        size = len(ids) * (len(group) + 1) if padded else sum(map(len, group)) + len(ids)
+        if group and size > most:
+            yield group
+            group = []
+        group.append(ids)
+    if group:
+        yield group
+
+
+def _write(path: Path, ids: list[torch.Tensor], states: list[torch.Tensor], made_with: dict) -> None:
+    """A shard, in one go."""
+    lengths = torch.tensor(list(map(len, ids)), dtype=torch.int32)
+    tensors = {"input_ids": torch.cat(ids).int(), "lengths": lengths, "states": torch.cat(states)}
+    temporary = path.with_suffix(".tmp")
+    save_file(tensors, temporary, metadata={METADATA_KEY: json.dumps(made_with)})
+    temporary.replace(path)
+
+
+def known_states(known: Mapping[bytes, torch.Tensor], batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """`target_states` of a batch, padded or packed, all of whose sequences are known."""
+    states = [known[sequence_key(ids)] for ids in unjoined(batch)]
+    return list(joined_like(batch, states).to(batch["input_ids"].device).unbind(dim=2))
+
+
+def remember_states(known: dict[bytes, torch.Tensor], batch: dict[str, torch.Tensor], states_of: Callable) -> None:
+    """Computes and keeps the states of a batch's sequences that are not known yet."""
+    keyed = {sequence_key(ids): ids for ids in unjoined(batch)}
+    missing = {key: ids for key, ids in keyed.items() if key not in known}
+    if missing:
+        known.update(zip(missing, _states_of_each(list(missing.values()), states_of), strict=True))
