@@ -1,5 +1,6 @@
 """
-One rank of a training run on CPUs, for test_distributed.py: the losses of each step, and the weights at the end.
+One rank of a training run on CPUs, for test_distributed.py: the losses of each step, and the weights at the end. Where it is
+one of several, its batches are packed and its activations checkpointed besides, which changes nothing either.
 
     torchrun --nproc_per_node 2 tests/distributed_run.py FOLDER BATCH_PER_RANK [fsdp]
 """
@@ -29,7 +30,8 @@ def main() -> None:
     settings = DFlareTrainingArguments(
         output_dir=str(folder / "run"), use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no",
         max_steps=6, logging_steps=1, per_device_train_batch_size=batch, num_anchors=1000, learning_rate=3e-3,
-        gradient_accumulation_steps=2,
+        gradient_accumulation_steps=2, packing="WORLD_SIZE" in os.environ,
+        gradient_checkpointing="WORLD_SIZE" in os.environ,
     )  # fmt: skip
     trainer = DFlareTrainer(drafter, target, settings, train_dataset=rows, eval_dataset=rows)
     trainer.train()

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -184,6 +186,36 @@ def test_callbacks_metrics_of_your_own_and_the_best_checkpoint(tmp_path, target)
     trainer.train()
     assert trainer.state.global_step == 6 and len(seen) == 3 and len(set(seen)) == 1 and seen[0][1] > 0
     assert trainer.state.best_metric == seen[0][0] and trainer.state.best_model_checkpoint.endswith("checkpoint-2")
+
+
+def test_pushes_hold_a_drafter_that_loads(tmp_path, target, monkeypatch):
+    """During training and at its end, with a stand-in for the Hub's interface that keeps what it is given."""
+    pushed = []
+
+    class Hub:
+        def create_repo(self, name, **options):
+            return SimpleNamespace(repo_id=f"me/{name}")
+
+        def upload_folder(self, *, folder_path, ignore_patterns=(), **options):
+            copy = tmp_path / f"pushed-{len(pushed)}"
+            shutil.copytree(folder_path, copy, ignore=shutil.ignore_patterns(*ignore_patterns))
+            pushed.append(copy)
+            return SimpleNamespace(is_done=lambda: True, done=lambda: True)
+
+    monkeypatch.setattr("transformers.trainer.hf_api", Hub)
+    drafter = tiny_drafter(target)
+    rows = response_rows(target, count=4)
+    trainer = make_trainer(
+        tmp_path, target, drafter, rows, max_steps=2, save_strategy="steps", save_steps=1, push_to_hub=True
+    )
+    trainer.train()
+    trainer.push_to_hub()
+    assert len(pushed) >= 3
+    for folder in pushed:
+        assert {file.name for file in folder.glob("*.py")} >= {"modeling_dflare.py", "hook_dflare.py"}
+        assert not list(folder.glob("checkpoint-*"))
+    last = AutoModel.from_pretrained(pushed[-1], dtype=torch.float32)
+    assert torch.equal(last.layer_fusion_weights, drafter.layer_fusion_weights)
 
 
 def test_a_loss_that_is_not_finite_stops_training(tmp_path, target):

@@ -1,8 +1,10 @@
 """`DFlareTrainer`: a `transformers.Trainer` whose loss is the block loss on the online states of a frozen target."""
 
+import shutil
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, Trainer, TrainingArguments
@@ -232,6 +234,12 @@ class DFlareTrainer(Trainer):
         """The Trainer's log, with gamma beside the loss."""
         gamma = {"gamma": self.gamma} if "loss" in logs and self.gamma is not None else {}
         super().log({**logs, **gamma}, *args, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """The Trainer's push during training, with the drafter's code, without which the repository cannot be loaded."""
+        for file in Path(checkpoint_folder).glob("*.py"):
+            shutil.copy(file, self.args.output_dir)
+        super()._push_from_checkpoint(checkpoint_folder)
 
     def _get_train_sampler(self, *args, **kwargs):
         """The Trainer's sampler; one that groups by length gets an order that seed and epoch decide, not the past."""
