@@ -1,0 +1,130 @@
+"""
+Small drafters for the embedded target, one for each arm and seed, and what each arm changes: the paper's ablations, other
+objectives, and settings. All are trained for the same number of steps on the same features, and validated on the same rows; a
+run that goes on does what is missing.
+
+    python benchmarks/ablations.py --data responses.parquet --features FEATURES --validation validation.parquet \\
+        --runs runs/ablations --output benchmarks/results/ablations.json
+
+Acceptance length is that of a greedy walk through the validation rows' blocks, as `dflare train` reports it.
+"""
+
+import argparse
+import concurrent.futures
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from prompts import report_file
+
+BASE = "dflare"
+ARMS: dict[str, dict[str, object]] = {
+    BASE: {},
+    # The paper's ablations.
+    "without softmax": {"drafter.fusion_softmax": False},
+    "shared keys and values": {"drafter.separate_context_kv": False},
+    "added fully-connected layer": {"drafter.fusion_fc": True},
+    "growing gamma": {"trainer.gamma_end": 6.0},
+    "DFlash": {"drafter.fusion": "shared_fc", "drafter.separate_context_kv": False},
+    "1 layer": {"drafter.num_hidden_layers": 1},
+    "3 layers": {"drafter.num_hidden_layers": 3},
+    # Other objectives.
+    "KL, half": {"trainer.distillation": "kl"},
+    "KL alone": {"trainer.distillation": "kl", "trainer.distillation_share": 1.0},
+    "total variation, half": {"trainer.distillation": "total_variation"},
+    "expected length": {"trainer.weighting": "expected_length"},
+    "until failure": {"trainer.weighting": "until_failure"},
+    # Settings.
+    "blocks of 16": {"drafter.block_size": 16},
+    "start from the target's last layers": {"start_layers": "last"},
+    "3 key/value heads": {"drafter.num_key_value_heads": 3},
+    "gamma 2": {"trainer.gamma": 2.0},
+    "twice the learning rate": {"trainer.learning_rate": 2e-3},
+    "half the learning rate": {"trainer.learning_rate": 5e-4},
+    "128 anchors": {"trainer.num_anchors": 128},
+    "fusion at the common rate": {"trainer.fusion_lr_scale": 1.0},
+    "final norm from 1": {"final_norm_start": 1.0},
+}
+# Two-sided 95% points of Student's t for 1, 2, ... degrees of freedom.
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+
+
+def train(arm: str, seed: int, args: argparse.Namespace) -> dict:
+    """The evaluation of one run, trained now if it is not there."""
+    folder = args.runs / f"{arm.replace(' ', '-').replace('/', '-')}-{seed}"
+    report = folder / "training.json"
+    if not report.is_file():
+        flags = {
+            "config": args.recipe, "data": args.data, "features": args.features, "validation_data": args.validation,
+            "output_dir": folder, "seed": seed, "threads": 1, "trainer.max_steps": args.steps,
+            "trainer.eval_strategy": "no", "trainer.keep_states": False, **ARMS[arm],
+        }  # fmt: skip
+        words = [word for name, value in flags.items() for word in (f"--{name}", _text(value))]
+        command = [str(Path(sys.executable).with_name("dflare")), "train", *words]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        if done.returncode:
+            raise RuntimeError(f"{arm}, seed {seed}: {done.stderr[-2000:]}")
+    content = json.loads(report.read_text())
+    seconds = next(entry["train_runtime"] for entry in content["log"] if "train_runtime" in entry)
+    return {**content["evaluation"], "seconds": seconds}
+
+
+def _text(value: object) -> str:
+    return json.dumps(value) if isinstance(value, (bool, float)) else str(value)
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Mean, and half the width of its 95% interval; infinite for a single value."""
+    if len(values) < 2:
+        return values[0], math.inf
+    width = STUDENT[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
+    return statistics.mean(values), width
+
+
+def row(arm: str, lengths: dict[str, dict[int, float]], seconds: float) -> str:
+    """A line of the table; differences are taken seed by seed."""
+    own = list(lengths[arm].values())
+    spread = f"{statistics.stdev(own):.3f}" if len(own) > 1 else "-"
+    line = f"| {arm} | {len(own)} | {statistics.mean(own):.3f} | {spread} |"
+    common = sorted(lengths[arm].keys() & lengths[BASE].keys())
+    if arm == BASE or not common:
+        return f"{line} | | {seconds:.0f} |"
+    mean, width = interval([lengths[arm][seed] - lengths[BASE][seed] for seed in common])
+    verdict = "" if abs(mean) > width else ", no difference shown"
+    return f"{line} {mean:+.3f} ± {width:.3f}{verdict} | {seconds:.0f} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("data", "features", "validation", "runs"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    parser.add_argument("--recipe", default="smollm2-135m")
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--jobs", type=int, default=2, help="Runs at a time, of one thread each.")
+    parser.add_argument("--output", type=report_file)
+    args = parser.parse_args()
+    lengths: dict[str, dict[int, float]] = {arm: {} for arm in args.arms}
+    results: dict[str, dict[int, dict]] = {arm: {} for arm in args.arms}
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        work = {pool.submit(train, arm, seed, args): (arm, seed) for seed in args.seeds for arm in args.arms}
+        for done in concurrent.futures.as_completed(work):
+            arm, seed = work[done]
+            results[arm][seed] = done.result()
+            lengths[arm][seed] = results[arm][seed]["eval_acceptance_length"]
+            print(f"{arm}, seed {seed}: {lengths[arm][seed]:.3f}", flush=True)
+    print("| arm | seeds | acceptance length | spread | against dflare | seconds |\n| --- |" + " ---: |" * 5)
+    for arm in args.arms:
+        print(row(arm, lengths, statistics.median(each["seconds"] for each in results[arm].values())))
+    if args.output:
+        content = {"command": " ".join(sys.argv), "steps": args.steps, "arms": ARMS, "results": results}
+        args.output.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
