@@ -1,7 +1,7 @@
 """
 Small drafters for the embedded target, one for each arm and seed, and what each arm changes: the paper's ablations, other
-objectives, and settings. All are trained for the same number of steps on the same features, and validated on the same rows; a
-run that goes on does what is missing.
+objectives, and settings. All are trained for the same number of steps on the same features, and validated on the same rows.
+A run that goes on does what is missing.
 
     python benchmarks/ablations.py --data responses.parquet --features FEATURES --validation validation.parquet \\
         --runs runs/ablations --output benchmarks/results/ablations.json

@@ -1,6 +1,6 @@
 """
-How many prompts a second are held against the benchmarks, on this machine; medians of a few runs. (2.4 million is the paper's
-number.)
+How many prompts a second are held against the benchmarks, on this machine; medians of a few runs. (2.4 million is the
+paper's number.)
 
     python benchmarks/decontaminate.py --prompts PROMPTS --benchmarks BENCHMARKS
 """

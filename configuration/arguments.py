@@ -79,6 +79,10 @@ class Source:
     columns: list[str] = setting(
         "Columns with the user's text, turns or messages; texts of several are joined.", ["turns"]
     )
+    format: str = setting(
+        "What a conversation's first turn is put into, at {}; cleaned as it is without.",
+        "{}",
+    )
     share: float | None = setting("Weight in the mixture; by default every row is taken.", None, least=0)
     name: str | None = setting(
         "What its rows' ids begin with; by default the last part of the path, and the split.", None
@@ -247,6 +251,8 @@ def parse_sources(entries: list[dict]) -> list[Source]:
             _check_type(f"sources[{place}].{name}", value, fields[name])
         if "path" not in entry:
             raise ValueError(f"sources[{place}].path is missing; found {entry}")
+        if "{}" not in entry.get("format", "{}"):
+            raise ValueError(f"sources[{place}].format is {entry['format']!r}, without a {{}} for the text")
     return [Source(**entry) for entry in entries]
 
 

@@ -1,6 +1,6 @@
 """
-One rank of a training run on CPUs, for test_distributed.py: the losses of each step, and the weights at the end. Where it is
-one of several, its batches are packed and its activations checkpointed besides, which changes nothing either.
+One rank of a training run on CPUs, for test_distributed.py: the losses of each step, and the weights at the end. Where it
+is one of several, its batches are packed and its activations checkpointed besides, which changes nothing either.
 
     torchrun --nproc_per_node 2 tests/distributed_run.py FOLDER BATCH_PER_RANK [fsdp]
 """

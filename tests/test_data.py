@@ -119,6 +119,7 @@ def test_mixtures_take_their_shares_in_an_order_that_the_seed_decides(tmp_path):
     [
         ({"path": "x", "shares": 1}, r"sources\[0\]: unknown key 'shares'; did you mean 'share'"),
         ({"split": "train"}, r"sources\[0\].path is missing"),
+        ({"path": "x", "format": "Please"}, r"sources\[0\].format is 'Please', without"),
         ({"path": "x", "share": "much"}, r"sources\[0\].share: expected float, found 'much'"),
     ],
 )
@@ -394,12 +395,14 @@ def test_a_recipe_with_sources_shards_and_benchmarks(files, capsys):
     (files / "recipe.yaml").write_text(
         f"data:\n  target: {files}/target\n  output: {files}/all.parquet\n  dtype: float32\n  max_new_tokens: 4\n"
         f"  benchmarks: [{files}/bench.jsonl]\n  removed: {files}/removed.jsonl\n"
-        f"  sources:\n  - {{path: {files}/source.jsonl, columns: [text], name: mine}}\n"
+        f"  sources:\n  - {{path: {files}/source.jsonl, columns: [text], name: mine, format: 'w9 {{}} w8'}}\n"
     )
     names = set()
     for shard in ("1/2", "2/2"):
         assert main(["data", "--config", str(files / "recipe.yaml"), "--shard", shard]) == 0
-        names |= {row["id"] for row in read_rows(shard_file(f"{files}/all.parquet", shard))}
+        rows = read_rows(shard_file(f"{files}/all.parquet", shard))
+        names |= {row["id"] for row in rows}
+        assert all([row["prompt_ids"][1], row["prompt_ids"][-2]] == [13, 12] for row in rows)  # w9 and w8
     assert names == {f"mine/{i}" for i in range(30)} - {"mine/3"}
     assert len(load_responses(files / "all-*.parquet")) == 29
     assert "bench: 1 identical" in capsys.readouterr().out

@@ -22,11 +22,20 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "human": "us
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a user says in one conversation, turn by turn; `id` is the source's name and the row's own id."""
+    """
+    What a user says in one conversation, turn by turn; `id` is the source's name and the row's own id. `format` is what
+    the first turn is put into, at {}, when the target is asked; benchmarks are compared with what stands here.
+    """
 
     id: str
     turns: tuple[str, ...]
     system: str | None = None
+    format: str = "{}"
+
+    @property
+    def opening(self) -> str:
+        """The first turn as the target is asked."""
+        return self.format.replace("{}", self.turns[0])
 
 
 def read_prompts(paths: Iterable[str | Path]) -> list[Prompt]:
@@ -123,7 +132,9 @@ def to_prompt(id: str, row: dict, source: Source) -> Prompt | None:
         role, text = ("user", entry) if isinstance(entry, str) else _message(entry)
         {"system": system, "user": turns}.get(role, []).append(text.strip())
     turns = [turn for turn in turns if turn]
-    return Prompt(id, tuple(turns), "\n\n".join(filter(None, system)) or None) if turns else None
+    if not turns:
+        return None
+    return Prompt(id, tuple(turns), "\n\n".join(filter(None, system)) or None, source.format)
 
 
 def in_shard(id: str, shard: tuple[int, int]) -> bool:

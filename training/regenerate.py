@@ -98,7 +98,7 @@ class Conversations:
 
     def _opening(self, prompt: Prompt) -> list[dict]:
         system = [{"role": "system", "content": prompt.system}] if prompt.system else []
-        return [*system, {"role": "user", "content": prompt.turns[0]}]
+        return [*system, {"role": "user", "content": prompt.opening}]
 
     def _message(self, token_ids: list[int]) -> dict:
         """A response as the template wants it in later turns; tokenizers that tell thinking from content do so."""
