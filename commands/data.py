@@ -44,9 +44,11 @@ PROGRESS = (
 
 def run(args: DataArguments) -> int:
     """Reads, cleans and answers the prompts, and says what became of them."""
-    if not args.prompts and not args.sources:
-        raise ValueError("prompts and sources are both empty; one of them must say what to answer")
     output = shard_file(args.output, args.shard)
+    if not args.prompts and not args.sources:
+        if args.features and Path(output).is_file():
+            return add_features(args, output)
+        raise ValueError("prompts and sources are both empty; one of them must say what to answer")
     store = ResponseStore(output, {key: getattr(args, key) for key in MADE_WITH})
     for path in args.reuse:
         check_settings(path, {"target": args.target})
@@ -58,15 +60,15 @@ def run(args: DataArguments) -> int:
     print(f"{count} rows in {output}")
     if not count:
         raise ValueError("no prompt is left to answer, so there is nothing to train on; the lines above say why")
-    if args.features:
-        add_features(args, folder, output, work.tokenizer)
-    return 0
+    return add_features(args, output) if args.features else 0
 
 
-def add_features(args: DataArguments, folder: str, output: str, tokenizer) -> None:
+def add_features(args: DataArguments, output: str) -> int:
     """Stores the target's states on every row of `output`, as far as they are not stored yet; those of a shard apart."""
+    folder = resolve_target(args.target)
+    check_settings(output, {"target": args.target})
     target = load_pretrained("AutoModelForCausalLM", folder, args.dtype)
-    config = drafter_config(args.drafter, target.config, tokenizer)
+    config = drafter_config(args.drafter, target.config, AutoTokenizer.from_pretrained(folder))
     place = Path(str(args.features)) / (Path(output).stem if args.shard else "")
     sequences = to_sequences(load_responses(output), args.max_length)
     with Progress(*PROGRESS) as progress:
@@ -81,6 +83,7 @@ def add_features(args: DataArguments, folder: str, output: str, tokenizer) -> No
             progress=lambda done: progress.update(task, completed=done, tokens=done),
         )
     print(f"states of {count} rows added in {place}; taps {config.target_layer_ids}")
+    return 0
 
 
 class _Work:

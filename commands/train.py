@@ -43,6 +43,10 @@ def run(args: TrainArguments) -> int:
     if args.dry_run:
         return dry_run(args, settings)
     rows = load_responses(args.data)
+    if args.attention == "flex_attention" and settings.device.type == "cpu":
+        raise ValueError(
+            "attention is flex_attention, whose backward pass torch has for GPUs alone; this run is on a CPU"
+        )
     set_seed(args.seed)
     folder = resolve_target(args.target)
     # On the CPU first: which device is this rank's own is for the Trainer to say.
@@ -52,6 +56,7 @@ def run(args: TrainArguments) -> int:
         raise ValueError(
             f"draft_vocab_size is {args.draft_vocab_size}, but the target's vocabulary has {drafter.config.vocab_size}"
         )
+    drafter.set_attn_implementation(args.attention)
     checkpoint = checkpoint_to_resume(args, drafter.config)
     trainer = build_trainer(args, settings, drafter, target, rows)
     print(f"{sum(p.numel() for p in drafter.parameters()):,} parameters; taps {drafter.config.target_layer_ids}")

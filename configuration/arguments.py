@@ -157,6 +157,9 @@ class TrainArguments:
         None,
         (None, *START_LAYERS),
     )
+    attention: str = setting(
+        "The drafter's attention in training; flex_attention needs a GPU.", "sdpa", ("sdpa", "eager", "flex_attention")
+    )
     trainer: dict = setting("Fields of DFlareTrainingArguments (learning_rate, gamma, num_anchors, ...).", {})
     max_length: int = setting("Sequences are cut to this many tokens.", 3072, least=2)
     validation_size: int = setting(

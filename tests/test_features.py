@@ -85,11 +85,17 @@ def test_training_on_features_is_training_online(files, capsys):
     )
     assert main(["data", "--config", str(recipe)]) == 0
     assert "states of 40 rows added" in capsys.readouterr().out
+    alone = ["--output", str(data), "--features", f"{files}/more", "--max_length", "20"]  # of responses that are there
+    assert main(["data", "--target", f"{files}/target", "--dtype", "float32", *alone]) == 0
+    assert len(list((files / "more").glob("*.safetensors"))) == 1
     losses = []
     for name, extra in (("online", []), ("offline", ["--features", f"{files}/features"])):
         assert main(["train", "--config", str(recipe), "--output_dir", str(files / name), *extra]) == 0
         losses.append([float(line) for line in _losses(files / name)])
     assert losses[0] == pytest.approx(losses[1], rel=2e-3) and len(losses[0]) == 5  # states rounded to bf16
+    flex = ["--attention", "flex_attention", "--output_dir", str(files / "flex")]
+    assert main(["train", "--config", str(recipe), *flex]) == 2
+    assert "attention is flex_attention, whose backward pass" in capsys.readouterr().err
     wrong = ["--features", f"{files}/features", "--drafter.num_taps", "2", "--output_dir", str(files / "wrong")]
     assert main(["train", "--config", str(recipe), *wrong]) == 2
     assert "target_layer_ids is [1, 3] here, but" in capsys.readouterr().err
