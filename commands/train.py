@@ -43,20 +43,11 @@ def run(args: TrainArguments) -> int:
     if args.dry_run:
         return dry_run(args, settings)
     rows = load_responses(args.data)
-    if args.attention == "flex_attention" and settings.device.type == "cpu":
-        raise ValueError(
-            "attention is flex_attention, whose backward pass torch has for GPUs alone; this run is on a CPU"
-        )
     set_seed(args.seed)
     folder = resolve_target(args.target)
     # On the CPU first: which device is this rank's own is for the Trainer to say.
     target = load_pretrained("AutoModelForCausalLM", folder, args.target_dtype, "cpu")
     drafter = build_drafter(args, target, AutoTokenizer.from_pretrained(folder))
-    if (args.draft_vocab_size or 0) > drafter.config.vocab_size:
-        raise ValueError(
-            f"draft_vocab_size is {args.draft_vocab_size}, but the target's vocabulary has {drafter.config.vocab_size}"
-        )
-    drafter.set_attn_implementation(args.attention)
     checkpoint = checkpoint_to_resume(args, drafter.config)
     trainer = build_trainer(args, settings, drafter, target, rows)
     print(f"{sum(p.numel() for p in drafter.parameters()):,} parameters; taps {drafter.config.target_layer_ids}")
@@ -119,8 +110,18 @@ def build_trainer(args: TrainArguments, settings, drafter, target, rows) -> DFla
 
 def build_drafter(args: TrainArguments, target, tokenizer) -> DFlareForBlockDiffusion:
     """The drafter to train for `target`, in fp32: a fresh one, or with `start_from` a trained one."""
+    if (args.draft_vocab_size or 0) > (size := target.config.get_text_config().vocab_size):
+        raise ValueError(f"draft_vocab_size is {args.draft_vocab_size}, but the target's vocabulary has {size}")
     if args.start_from:
-        return trained_drafter(resolve_drafter(args.start_from), args.drafter, target)
+        drafter = trained_drafter(resolve_drafter(args.start_from), args.drafter, target)
+    else:
+        drafter = fresh_drafter(args, target, tokenizer)
+    drafter.set_attn_implementation(args.attention)
+    return drafter
+
+
+def fresh_drafter(args: TrainArguments, target, tokenizer) -> DFlareForBlockDiffusion:
+    """A drafter that knows nothing yet, but for `start_layers`."""
     drafter = DFlareForBlockDiffusion(drafter_config(args.drafter, target.config, tokenizer))
     torch.nn.init.constant_(drafter.norm.weight, args.final_norm_start)
     if args.start_layers:
@@ -205,9 +206,14 @@ def training_arguments(args: TrainArguments) -> DFlareTrainingArguments:
         if isinstance(value, str) and set(typing.get_args(kinds[key]) or (kinds[key],)) <= NUMBERS:
             raise ValueError(f"trainer.{key} is {value!r}, but a number is expected")
     try:
-        return DFlareTrainingArguments(output_dir=args.output_dir, **{"seed": args.seed, **args.trainer})
+        settings = DFlareTrainingArguments(output_dir=args.output_dir, **{"seed": args.seed, **args.trainer})
     except (TypeError, ValueError) as error:
         raise ValueError(f"trainer: {' '.join(str(error).split())}") from None
+    if args.attention == "flex_attention" and settings.device.type == "cpu":
+        raise ValueError(
+            "attention is flex_attention, whose backward pass torch has on GPUs alone; this run is on a CPU"
+        )
+    return settings
 
 
 def _newest_first(output: Path) -> list[Path]:
