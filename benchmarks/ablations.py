@@ -1,10 +1,10 @@
 """
 Small drafters for the embedded target, one for each arm and seed, and what each arm changes: the paper's ablations, other
 objectives, and settings. All are trained for the same number of steps on the same features, and validated on the same rows.
-A run that goes on does what is missing.
+A run that goes on does what is missing. Further flags go to each `dflare train`, where an arm does not say otherwise.
 
     python benchmarks/ablations.py --data responses.parquet --features FEATURES --validation validation.parquet \\
-        --runs runs/ablations --output benchmarks/results/ablations.json
+        --runs runs/ablations --output benchmarks/results/ablations.json --trainer.num_anchors 32
 
 Acceptance length is that of a greedy walk through the validation rows' blocks, as `dflare train` reports it.
 """
@@ -45,7 +45,7 @@ ARMS: dict[str, dict[str, object]] = {
     "gamma 2": {"trainer.gamma": 2.0},
     "twice the learning rate": {"trainer.learning_rate": 2e-3},
     "half the learning rate": {"trainer.learning_rate": 5e-4},
-    "128 anchors": {"trainer.num_anchors": 128},
+    "twice the anchors": {"trainer.num_anchors": 64},
     "fusion at the common rate": {"trainer.fusion_lr_scale": 1.0},
     "final norm from 1": {"final_norm_start": 1.0},
 }
@@ -61,9 +61,10 @@ def train(arm: str, seed: int, args: argparse.Namespace) -> dict:
         flags = {
             "config": args.recipe, "data": args.data, "features": args.features, "validation_data": args.validation,
             "output_dir": folder, "seed": seed, "threads": 1, "trainer.max_steps": args.steps,
-            "trainer.eval_strategy": "no", "trainer.keep_states": False, **ARMS[arm],
+            "trainer.eval_strategy": "no", "trainer.keep_states": False, "trainer.save_strategy": "no",
+            **dict(zip(args.flags[::2], args.flags[1::2], strict=True)), **ARMS[arm],
         }  # fmt: skip
-        words = [word for name, value in flags.items() for word in (f"--{name}", _text(value))]
+        words = [word for name, value in flags.items() for word in (f"--{name.removeprefix('--')}", _text(value))]
         command = [str(Path(sys.executable).with_name("dflare")), "train", *words]
         done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         if done.returncode:
@@ -108,7 +109,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--jobs", type=int, default=2, help="Runs at a time, of one thread each.")
     parser.add_argument("--output", type=report_file)
-    args = parser.parse_args()
+    args, args.flags = parser.parse_known_args()
     lengths: dict[str, dict[int, float]] = {arm: {} for arm in args.arms}
     results: dict[str, dict[int, dict]] = {arm: {} for arm in args.arms}
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
