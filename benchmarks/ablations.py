@@ -62,9 +62,9 @@ def train(arm: str, seed: int, args: argparse.Namespace) -> dict:
             "config": args.recipe, "data": args.data, "features": args.features, "validation_data": args.validation,
             "output_dir": folder, "seed": seed, "threads": 1, "trainer.max_steps": args.steps,
             "trainer.eval_strategy": "no", "trainer.keep_states": False, "trainer.save_strategy": "no",
-            **dict(zip(args.flags[::2], args.flags[1::2], strict=True)), **ARMS[arm],
+            **args.flags, **ARMS[arm],
         }  # fmt: skip
-        words = [word for name, value in flags.items() for word in (f"--{name.removeprefix('--')}", _text(value))]
+        words = [word for name, value in flags.items() for word in (f"--{name}", _text(value))]
         command = [str(Path(sys.executable).with_name("dflare")), "train", *words]
         done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         if done.returncode:
@@ -109,7 +109,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--jobs", type=int, default=2, help="Runs at a time, of one thread each.")
     parser.add_argument("--output", type=report_file)
-    args, args.flags = parser.parse_known_args()
+    args, flags = parser.parse_known_args()
+    args.flags = {name.removeprefix("--"): value for name, value in zip(flags[::2], flags[1::2], strict=True)}
     lengths: dict[str, dict[int, float]] = {arm: {} for arm in args.arms}
     results: dict[str, dict[int, dict]] = {arm: {} for arm in args.arms}
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
