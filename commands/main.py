@@ -22,10 +22,19 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def underscored(word: str) -> str:
+    """A flag with underscores, however it was typed: --dry-run is --dry_run."""
+    name, sign, value = word.partition("=")
+    if not name.startswith("--"):
+        return word
+    negation = "--no-" if name.startswith("--no-") else "--"
+    return negation + name.removeprefix(negation).replace("-", "_") + sign + value
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs a subcommand. A user's mistake ends in one line and status 2, a failed comparison in status 1."""
     parser = build_parser()
-    namespace, extra = parser.parse_known_args(argv)
+    namespace, extra = parser.parse_known_args([underscored(word) for word in (sys.argv[1:] if argv is None else argv)])
     command = namespace.command
     try:
         arguments = resolve(SECTIONS[command], command, namespace, extra)

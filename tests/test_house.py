@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tomllib
 
-from dflare.commands.main import build_parser, main
+from dflare.commands.main import build_parser, main, underscored
 from dflare.configuration.arguments import SECTIONS, load_recipe, parse_sources, recipe_file, resolve
 
 ROOT = Path(__file__).parent.parent
@@ -127,6 +127,8 @@ def test_a_recipe_says_only_what_differs_from_its_base_and_goes_by_its_name():
 def test_a_flag_overrides_the_recipe_and_the_recipe_the_default(tmp_path):
     file = tmp_path / "recipe.yaml"
     file.write_text("train: {data: a, output_dir: b, seed: 3, trainer: {learning_rate: 0.1, gamma: 2}}")
+    words = [underscored(word) for word in ("--no-dry-run", "--validation-data=a-b", "--prompt", "a-b", "--")]
+    assert words == ["--no-dry_run", "--validation_data=a-b", "--prompt", "a-b", "--"]
     words = ["train", "--config", str(file), "--seed", "4", "--trainer.gamma", "null", "--drafter.block_size=8"]
     words += ["--trainer.learning_rate", "1e-3", "--trainer.save_strategy", "no"]
     namespace, extra = build_parser().parse_known_args(words)
