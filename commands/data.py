@@ -8,17 +8,17 @@ from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from dflare.configuration.arguments import DataArguments, parse_sources
 from dflare.configuration.targets import load_pretrained, resolve_target
 from dflare.training.data import load_responses, to_sequences
 from dflare.training.decontaminate import BenchmarkIndex, Hit
 from dflare.training.engines import Decoding, Engine, ServerEngine, TransformersEngine
-from dflare.training.features import target_states, write_features
+from dflare.training.features import features_made_with, stored_features, target_states, write_features
 from dflare.training.prompts import Prompt, in_shard, read_benchmarks, stream_prompts
 from dflare.training.regenerate import Conversations, batched
-from dflare.training.start import drafter_config, features_made_with
+from dflare.training.start import drafter_config
 from dflare.training.store import ResponseStore, check_settings, conversation_of, read_rows
 
 MADE_WITH = ("target", "temperature", "top_p", "top_k", "max_new_tokens", "enable_thinking")
@@ -53,6 +53,8 @@ def run(args: DataArguments) -> int:
     for path in args.reuse:
         check_settings(path, {"target": args.target})
     folder = resolve_target(args.target)
+    if args.features:
+        check_features(args, folder)
     work = _Work(args, store, AutoTokenizer.from_pretrained(folder))
     work.answer(lambda: make_engine(args, folder))
     count = store.finish(without={hit.id for hit in work.hits})
@@ -63,21 +65,26 @@ def run(args: DataArguments) -> int:
     return add_features(args, output) if args.features else 0
 
 
+def check_features(args: DataArguments, folder: str) -> None:
+    """Raises `ValueError` for settings of features that would fail, before prompts are answered."""
+    config = drafter_config(args.drafter, AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder))
+    stored_features(Path(str(args.features)), {"target_layer_ids": config.target_layer_ids})
+
+
 def add_features(args: DataArguments, output: str) -> int:
-    """Stores the target's states on every row of `output`, as far as they are not stored yet; those of a shard apart."""
-    folder = resolve_target(args.target)
+    """Stores the target's states on every row of `output`, as far as they are not stored yet."""
+    folder, place = resolve_target(args.target), Path(str(args.features))
     check_settings(output, {"target": args.target})
     target = load_pretrained("AutoModelForCausalLM", folder, args.dtype)
     config = drafter_config(args.drafter, target.config, AutoTokenizer.from_pretrained(folder))
-    place = Path(str(args.features)) / (Path(output).stem if args.shard else "")
+    made_with = features_made_with(target, config)
     sequences = to_sequences(load_responses(output), args.max_length)
     with Progress(*PROGRESS) as progress:
         task = progress.add_task("Storing states", total=sum(sequences["length"]), tokens=0)
-
         count = write_features(
             place,
             sequences,
-            features_made_with(args.target, config),
+            made_with,
             lambda ids: target_states(target, config, ids.to(target.device)),
             width=(config.num_taps + 1) * config.hidden_size,
             progress=lambda done: progress.update(task, completed=done, tokens=done),

@@ -17,8 +17,8 @@ from dflare.configuration.arguments import TrainArguments, check_name
 from dflare.configuration.targets import load_pretrained, resolve_drafter, resolve_target
 from dflare.training import estimate
 from dflare.training.data import load_responses, response_files, response_token_ids, to_sequences
-from dflare.training.features import FeatureStore
-from dflare.training.start import copy_target_layers, drafter_config, features_made_with, trained_drafter
+from dflare.training.features import FeatureStore, features_made_with
+from dflare.training.start import copy_target_layers, drafter_config, trained_drafter
 from dflare.training.trainer import DFlareTrainer, DFlareTrainingArguments
 
 # What a run's checkpoints depend on, besides its data and the drafter's config.
@@ -103,7 +103,7 @@ def build_trainer(args: TrainArguments, settings, drafter, target, rows) -> DFla
     token_ids = response_token_ids(rows) if args.restrict_vocabulary else None
     features = None
     if args.features:
-        features = FeatureStore(args.features, features_made_with(args.target, drafter.config))
+        features = FeatureStore(args.features, features_made_with(target, drafter.config))
         features.check([*train, *validation])
     return DFlareTrainer(drafter, target, settings, token_ids, features, train_dataset=train, eval_dataset=validation)
 
@@ -112,6 +112,10 @@ def build_drafter(args: TrainArguments, target, tokenizer) -> DFlareForBlockDiff
     """The drafter to train for `target`, in fp32: a fresh one, or with `start_from` a trained one."""
     if (args.draft_vocab_size or 0) > (size := target.config.get_text_config().vocab_size):
         raise ValueError(f"draft_vocab_size is {args.draft_vocab_size}, but the target's vocabulary has {size}")
+    if args.start_from and args.start_layers:
+        raise ValueError(
+            f"start_layers is {args.start_layers!r}, but start_from is {args.start_from!r}; one start is enough"
+        )
     if args.start_from:
         drafter = trained_drafter(resolve_drafter(args.start_from), args.drafter, target)
     else:
@@ -204,7 +208,7 @@ def training_arguments(args: TrainArguments) -> DFlareTrainingArguments:
     for key, value in args.trainer.items():
         check_name("trainer", key, known)
         if isinstance(value, str) and set(typing.get_args(kinds[key]) or (kinds[key],)) <= NUMBERS:
-            raise ValueError(f"trainer.{key} is {value!r}, but a number is expected")
+            raise ValueError(f"trainer.{key} is {value!r}, but a number, true or false is expected")
     try:
         settings = DFlareTrainingArguments(output_dir=args.output_dir, **{"seed": args.seed, **args.trainer})
     except (TypeError, ValueError) as error:

@@ -9,6 +9,7 @@ import difflib
 import itertools
 import json
 import typing
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -80,19 +81,20 @@ class Source:
         "Columns with the user's text, turns or messages; texts of several are joined.", ["turns"]
     )
     format: str = setting(
-        "What a conversation's first turn is put into, at {}; cleaned as it is without.",
+        "What a conversation's first turn is put into, at {}; benchmarks are compared with what it is without.",
         "{}",
     )
-    share: float | None = setting("Weight in the mixture; by default every row is taken.", None, least=0)
+    share: float | None = setting("Weight in the mixture; by default every row is taken.", None, least=1e-9)
     name: str | None = setting(
         "What its rows' ids begin with; by default the last part of the path, and the split.", None
     )
 
     @property
     def title(self) -> str:
-        """What its rows' ids begin with."""
+        """What its rows' ids begin with; rows in another format are other rows."""
         own = "-".join([Path(self.path).stem, *filter(None, [self.subset]), self.split])
-        return self.name or own
+        mark = "" if self.format == "{}" else f"@{zlib.crc32(self.format.encode()):08x}"
+        return (self.name or own) + mark
 
 
 @dataclass(kw_only=True)
@@ -256,7 +258,14 @@ def parse_sources(entries: list[dict]) -> list[Source]:
             raise ValueError(f"sources[{place}].path is missing; found {entry}")
         if "{}" not in entry.get("format", "{}"):
             raise ValueError(f"sources[{place}].format is {entry['format']!r}, without a {{}} for the text")
-    return [Source(**entry) for entry in entries]
+    sources = [Source(**entry) for entry in entries]
+    titles = [source.title for source in sources]
+    for place, title in enumerate(titles):
+        if title in titles[:place]:
+            raise ValueError(
+                f"sources[{place}] is called {title!r}, as sources[{titles.index(title)}] is; give one of them a name"
+            )
+    return sources
 
 
 def read_recipe(path: str, section: str, fields: dict) -> dict:

@@ -31,7 +31,7 @@ def check_target(drafter: PreTrainedModel, target: PreTrainedModel, generation_c
         raise ValueError(
             "the target is in training mode with gradient checkpointing, which drops its cache; call eval()"
         )
-    _check_layers(target, target.config.get_text_config())
+    check_layers(target)
     _check_options(target, generation_config)
 
 
@@ -66,14 +66,15 @@ def _check_embedding(config, target: PreTrainedModel) -> None:
         raise ValueError(f"{type(target).__name__} has no output embedding (language-model head) to draft with")
 
 
-def _check_layers(target: PreTrainedModel, text_config) -> None:
+def check_layers(target: PreTrainedModel) -> None:
+    """Raises `ValueError` for a target whose state cannot be taken back, or that keeps none."""
     if target.config.is_encoder_decoder:
         raise ValueError(f"{type(target).__name__} is an encoder-decoder; DFlare accelerates decoder-only targets")
     if not {"cache", "past_key_values"} & set(inspect.signature(type(target).forward).parameters):
         raise ValueError(
             f"{type(target).__name__} takes no cache, which verification needs: generate without assistant_model"
         )
-    kinds = set(getattr(text_config, "layer_types", None) or ()) - set(CROPPABLE_LAYER_TYPES)
+    kinds = set(getattr(target.config.get_text_config(), "layer_types", None) or ()) - set(CROPPABLE_LAYER_TYPES)
     if kinds:
         raise ValueError(
             f"{type(target).__name__} has layers of type {', '.join(sorted(kinds))}, whose state cannot be rolled back "

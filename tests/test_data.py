@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -119,6 +120,7 @@ def test_mixtures_take_their_shares_in_an_order_that_the_seed_decides(tmp_path):
     [
         ({"path": "x", "shares": 1}, r"sources\[0\]: unknown key 'shares'; did you mean 'share'"),
         ({"split": "train"}, r"sources\[0\].path is missing"),
+        ({"path": "x", "share": 0.0}, r"sources\[0\].share is 0.0; the least is"),
         ({"path": "x", "format": "Please"}, r"sources\[0\].format is 'Please', without"),
         ({"path": "x", "share": "much"}, r"sources\[0\].share: expected float, found 'much'"),
     ],
@@ -126,6 +128,24 @@ def test_mixtures_take_their_shares_in_an_order_that_the_seed_decides(tmp_path):
 def test_bad_sources_name_the_field(entry, message):
     with pytest.raises(ValueError, match=message):
         parse_sources([entry])
+
+
+def test_sources_that_would_share_their_ids_are_refused(tmp_path):
+    entries = [{"path": f"{place}/a.jsonl", "columns": ["text"]} for place in (tmp_path, tmp_path / "sub")]
+    with pytest.raises(ValueError, match=r"sources\[1\] is called 'a-train', as sources\[0\] is"):
+        parse_sources(entries)
+    named = parse_sources([entries[0], {**entries[1], "name": "b"}, {**entries[1], "format": "Say {}"}])
+    assert len({source.title for source in named}) == 3
+    whole = jsonl(tmp_path / "b.jsonl", [{"id": "1", "turns": ["x"]}])
+    with pytest.raises(ValueError, match="one is called 'b', as a file of prompts is"):
+        list(stream_prompts([whole], named, 0))
+
+
+@pytest.mark.parametrize("value", [7, [1, 2], {"text": "x"}, [["x"]]])
+def test_columns_without_texts_are_said(value):
+    (source,) = parse_sources([{"path": "x", "columns": ["number"]}])
+    with pytest.raises(ValueError, match="sources: x holds .* in number; a text"):
+        to_prompt("id", {"number": value}, source)
 
 
 def test_shards_share_all_prompts_out(tmp_path):
@@ -403,11 +423,12 @@ def test_a_recipe_with_sources_shards_and_benchmarks(files, capsys):
         rows = read_rows(shard_file(f"{files}/all.parquet", shard))
         names |= {row["id"] for row in rows}
         assert all([row["prompt_ids"][1], row["prompt_ids"][-2]] == [13, 12] for row in rows)  # w9 and w8
-    assert names == {f"mine/{i}" for i in range(30)} - {"mine/3"}
+    mine = "mine@" + f"{zlib.crc32(b'w9 {} w8'):08x}"
+    assert names == {f"{mine}/{i}" for i in range(30) if i != 3}
     assert len(load_responses(files / "all-*.parquet")) == 29
     assert "bench: 1 identical" in capsys.readouterr().out
     removed = [json.loads(line) for line in (files / "removed.jsonl").read_text().splitlines()]
-    assert removed in ([], [{"id": "mine/3", "reason": "identical", "benchmarks": ["bench"]}])
+    assert removed in ([], [{"id": f"{mine}/3", "reason": "identical", "benchmarks": ["bench"]}])
 
 
 def test_responses_without_a_token_are_refused(tmp_path):

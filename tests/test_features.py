@@ -1,6 +1,8 @@
 """Features on disk give what the target's own passes give; and what training may start from, and pack."""
 
 import json
+import os
+import shutil
 
 import pytest
 import torch
@@ -8,9 +10,15 @@ from datasets import Dataset
 
 from dflare.commands.main import main
 from dflare.training.data import to_sequences
-from dflare.training.features import FeatureStore, sequence_key, target_states, write_features
-from dflare.training.start import features_made_with
-from helpers import response_rows, tiny_drafter
+from dflare.training.features import (
+    FeatureStore,
+    features_made_with,
+    fingerprint,
+    sequence_key,
+    target_states,
+    write_features,
+)
+from helpers import response_rows, tiny_drafter, tiny_target
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +39,7 @@ def sequences(target):
 def store(folder, target, sequences):
     """Writes features and opens them."""
     config = tiny_drafter(target).config
-    made_with = features_made_with("tiny", config)
+    made_with = features_made_with(target, config)
     count = write_features(
         folder, sequences, made_with, lambda ids: target_states(target, config, ids), width=4 * config.hidden_size
     )
@@ -60,17 +68,65 @@ def test_features_that_do_not_fit_are_refused(tmp_path, target, sequences):
     features.check(sequences.select(range(6)))
     with pytest.raises(ValueError, match="lacks the states of 6 of 12 sequences"):
         features.check(sequences)
-    made_with = features_made_with("tiny", tiny_drafter(target, target_layer_ids=[1, 2, 4]).config)
+    made_with = features_made_with(target, tiny_drafter(target, target_layer_ids=[1, 2, 4]).config)
     with pytest.raises(ValueError, match=r"target_layer_ids is \[1, 2, 4\] here, but .* was made with \[1, 2, 3\]"):
         FeatureStore(tmp_path / "f", made_with)
     with pytest.raises(ValueError, match="holds no shard"):
         FeatureStore(tmp_path / "none", made_with)
+    with pytest.raises(ValueError, match="fingerprint is .* here, but .* was made with"):
+        store(tmp_path / "f", tiny_target(dtype=torch.float32, seed=1), sequences)
+    tiny_drafter(target).save_pretrained(tmp_path / "f" / "checkpoint-1")
+    with pytest.raises(ValueError, match="model.safetensors is no shard of features; .* must hold nothing else"):
+        store(tmp_path / "f", target, sequences)
+    shutil.rmtree(tmp_path / "f" / "checkpoint-1")
     shard = next((tmp_path / "f").glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="000000.safetensors is no whole shard"):
+    with pytest.raises(ValueError, match="safetensors is damaged .* delete it, and it is made again"):
         store(tmp_path / "f", target, sequences)
+    with pytest.raises(ValueError, match="features: .* cannot be made"):
+        store(shard, target, sequences)
     with pytest.raises(ValueError, match="GB are needed, but"):
         write_features(tmp_path / "g", sequences, made_with, lambda ids: [], width=10**15)
+
+
+def test_two_runs_may_fill_one_folder(tmp_path, target, sequences, monkeypatch):
+    monkeypatch.setattr("dflare.training.features.stored_features", lambda folder, made_with: {})  # both see it empty
+    tmp_path.joinpath(".tmp123").write_bytes(b"of a killed run")
+    store(tmp_path, target, sequences.select(range(6)))
+    _, features = store(tmp_path, target, sequences.select(range(6, 12)))
+    features.check(sequences)
+    monkeypatch.undo()
+    os.utime(tmp_path / ".tmp123", (0, 0))
+    assert store(tmp_path, target, sequences)[0] == 0 and not list(tmp_path.glob(".tmp*"))
+
+
+def test_a_fingerprint_tells_weights_apart_and_nothing_else(target):
+    own = fingerprint(target)
+    assert own == fingerprint(tiny_target(dtype=torch.bfloat16)) == fingerprint(tiny_target(dtype=torch.float32))
+    other = tiny_target(dtype=torch.float32)
+    other.model.layers[3].mlp.up_proj.weight.data += 0.1
+    assert fingerprint(other) != own
+
+
+def test_mistakes_are_found_before_prompts_are_answered(files, capsys):
+    words = [
+        "data",
+        "--target",
+        f"{files}/target",
+        "--prompts",
+        f"{files}/prompts.jsonl",
+        "--output",
+        f"{files}/o.parquet",
+    ]
+    (files / "afile").write_text("x")
+    for flags, message in (
+        (["--features", f"{files}/f", "--drafter.num_tapz", "3"], "num_tapz"),
+        (["--features", f"{files}/f", "--drafter.target_layer_ids", "[1,99]"], "target_layer_ids is [1, 99]"),
+        (["--features", f"{files}/afile"], "afile cannot be made"),
+    ):
+        assert main([*words, *flags]) == 2
+        assert message in capsys.readouterr().err
+    assert not (files / "o.parquet").exists()
 
 
 def test_training_on_features_is_training_online(files, capsys):

@@ -300,6 +300,8 @@ def test_up_to_n_anchors_of_each_packed_sequence():
     assert not {9, 13, 29} & set(anchors.flatten().tolist())  # the last token of each has no successor
     anchors, keep = draw_anchors(mask, None, None, budget=9, starts=starts)
     assert keep.sum() == 9
+    anchors, keep = draw_anchors(mask, 5, torch.Generator().manual_seed(0), budget=2, starts=starts)
+    assert keep.sum() == 2  # where one each is too many, some sequences go without
 
 
 def test_restricted_head(pair):

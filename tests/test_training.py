@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModel, EarlyStoppingCallback, TrainerCallback
 
+import zoo
 from dflare.commands.main import main
 from dflare.training.data import load_responses, pad_with_every_anchor, response_token_ids, to_sequences
 from dflare.training.store import read_rows
@@ -65,11 +66,63 @@ def test_validation_foretells_generation(tmp_path, target):
 def test_the_walk_through_blocks():
     correct = torch.tensor([[1, 0, 1], [1, 1, 1], [1, 1, 0], [0, 0, 0], [0, 1, 1], [1, 1, 1]]).bool()
     keep = torch.ones(6, dtype=torch.bool)
-    walked = sequence_statistics(correct, torch.ones_like(correct), keep, torch.tensor(True)).tolist()
+    losses, valid = torch.full(correct.shape, 0.5), torch.ones_like(correct)
+    walked = sequence_statistics(losses, correct, valid, keep, torch.tensor(True)).tolist()
     # Anchor 0 accepts one draft and moves on to 2, that accepts two and moves on to 5, whose round the end cuts.
-    assert walked[:2] == [2, 5] and walked[2:5] == [4, 4, 4] and walked[5:] == [6, 6, 6]
-    sampled = sequence_statistics(correct, torch.ones_like(correct), keep, torch.tensor(False)).tolist()
+    assert walked == [2, 5, 9.0, 4, 4, 4, 6, 6, 6]
+    sampled = sequence_statistics(losses, correct, valid, keep, torch.tensor(False)).tolist()
     assert sampled[:2] == [0, 0] and sampled[2:] == walked[2:]
+
+
+@pytest.mark.parametrize("concatenate", [True, False])
+def test_evaluation_does_not_depend_on_its_batches(tmp_path, target, concatenate):
+    rows = response_rows(target, count=10)
+    for place, row in enumerate(rows):
+        row["response_ids"] = row["response_ids"][: 1 + 4 * place]
+    drafter, found = tiny_drafter(target), []
+    for batch in (1, 3, 10):
+        trainer = make_trainer(
+            tmp_path, target, drafter, rows, per_device_eval_batch_size=batch, eval_do_concat_batches=concatenate
+        )
+        metrics = trainer.evaluate()
+        found.append({key: value for key, value in metrics.items() if key.startswith(("eval_loss", "eval_acc"))})
+    assert found[0] == pytest.approx(found[1], rel=1e-5) and found[0] == pytest.approx(found[2], rel=1e-5)
+    predicted = trainer.predict(trainer.eval_dataset)
+    assert predicted.metrics["test_loss"] == pytest.approx(metrics["eval_loss"])
+
+
+def test_what_cannot_be_trained_is_refused_at_once(tmp_path, target):
+    rows = response_rows(target, count=4)
+    with pytest.raises(ValueError, match="belongs to another target: number of target layers is 7"):
+        make_trainer(tmp_path, target, tiny_drafter(tiny_target(num_hidden_layers=7)), rows)
+    with pytest.raises(ValueError, match="neftune_noise_alpha is 1.0"):
+        make_trainer(tmp_path, target, tiny_drafter(target), rows, neftune_noise_alpha=1.0)
+    with pytest.raises(ValueError, match="include_for_metrics is"):
+        make_trainer(tmp_path, target, tiny_drafter(target), rows, include_for_metrics=["inputs"])
+    linear = zoo.build("Qwen3-Next")
+    with pytest.raises(ValueError, match="linear_attention, whose state cannot be rolled back"):
+        make_trainer(tmp_path, linear, tiny_drafter(linear), rows)
+    scaled = zoo.build("Granite").float()
+    with pytest.raises(ValueError, match="distillation is 'kl', but GraniteForCausalLM scales or caps"):
+        make_trainer(tmp_path, scaled, tiny_drafter(scaled), rows, distillation="kl")
+
+
+@pytest.mark.parametrize("name", [*zoo.TARGETS])
+def test_every_kind_of_target_can_be_trained_for(tmp_path, target, name):
+    """Also packed, which gives the same loss, where the target keeps sequences apart."""
+    other = zoo.build(name).float()
+    rows = response_rows(target, count=4, length=12)
+    losses = []
+    for packing in (False, True):
+        drafter = tiny_drafter(other.float(), **zoo.ROPE_IN_FULL)
+        try:
+            trainer = make_trainer(tmp_path, other, drafter, rows, max_steps=1, logging_steps=1, packing=packing)
+        except ValueError as error:
+            assert packing and "packing is True, but" in str(error)
+            continue
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+    assert losses[0] == pytest.approx(losses[-1], rel=1e-4)
 
 
 def test_accumulation_equals_one_big_batch(tmp_path, target):

@@ -48,11 +48,21 @@ def draw_anchors(
     if budget is not None:
         count = _fair_count(available, budget, count)
     drawn = [torch.cat([sample_anchors(mask, count, generator) + start for start, mask in row]) for row in pieces]
+    if budget is not None and sum(map(len, drawn)) > budget:  # one each is too many already: some go without
+        chosen = torch.randperm(sum(map(len, drawn)), generator=generator)[:budget].sort().values
+        drawn = _only(drawn, chosen)
     anchors = torch.zeros(len(drawn), max(1, *map(len, drawn)), dtype=torch.long)  # one even where there is none
     keep = torch.zeros_like(anchors, dtype=torch.bool)
     for row, own in enumerate(drawn):
         anchors[row, : len(own)], keep[row, : len(own)] = own, True
     return anchors.to(loss_mask.device), keep.to(loss_mask.device)
+
+
+def _only(drawn: list[torch.Tensor], chosen: torch.Tensor) -> list[torch.Tensor]:
+    """Of all anchors, counted through all rows, the chosen ones."""
+    keep = torch.zeros(sum(map(len, drawn)), dtype=torch.bool)
+    keep[chosen] = True
+    return [own[kept] for own, kept in zip(drawn, keep.split(list(map(len, drawn))), strict=True)]
 
 
 def _rows(starts: torch.Tensor | None, loss_mask: torch.Tensor) -> Sequence[torch.Tensor | None]:

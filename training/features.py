@@ -9,6 +9,7 @@ They are large, (taps + 1) x hidden size x 2 bytes a token: right for a small ta
 import hashlib
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from .data import joined_like, unjoined
 SHARD_TOKENS = 32_768
 BATCH_TOKENS = 4_096  # of a pass of the target, padding included
 METADATA_KEY = "dflare"  # in a shard's header: what made it
+STALE_SECONDS = 3600  # after which an unfinished file is a killed run's
 
 
 def target_states(target: Any, config: Any, input_ids: torch.Tensor, **inputs) -> list[torch.Tensor]:
@@ -34,10 +36,33 @@ def target_states(target: Any, config: Any, input_ids: torch.Tensor, **inputs) -
         config: with `target_layer_ids`, of the drafter.
         input_ids: (b, S); padding lies at the end, where a causal target's real tokens cannot see it.
     """
-    decoder = target.get_decoder()  # without the head, whose logits nobody needs here
     with torch.no_grad():
-        outputs = decoder(input_ids=input_ids, output_hidden_states=request_taps(config), use_cache=False, **inputs)
+        outputs = decoder_of(target)(
+            input_ids=input_ids, output_hidden_states=request_taps(config), use_cache=False, **inputs
+        )
     return [*select_taps(outputs, config), outputs.last_hidden_state]
+
+
+def decoder_of(target: Any) -> Any:
+    """The target without its head, whose logits nobody needs here. (Llama 4 calls all of itself its decoder.)"""
+    decoder = target.get_decoder()
+    return decoder.model if decoder is target else decoder
+
+
+def fingerprint(target: Any) -> str:
+    """Of a target's weights, from a few numbers of each, as bf16 holds them: alike in fp32 and bf16, wherever it lies."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(target.state_dict().items()):
+        if tensor.is_floating_point() and not tensor.is_meta:
+            flat = tensor.flatten()[:: max(1, tensor.numel() // 64)]
+            digest.update(name.encode() + flat.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def features_made_with(target: Any, config: Any) -> dict:
+    """What the features of a target depend on, for a drafter with this config."""
+    keys = ("target_layer_ids", "hidden_size", "num_target_layers")
+    return {"fingerprint": fingerprint(target), **{key: getattr(config, key) for key in keys}}
 
 
 def sequence_key(input_ids: torch.Tensor) -> bytes:
@@ -51,7 +76,7 @@ class FeatureStore(Mapping):
 
     Args:
         folder: its shards may lie in folders below, as those of `dflare data --shard` do.
-        made_with: what the features must have been made with: target, target_layer_ids and so on.
+        made_with: what the features must have been made with, of `features_made_with`.
     Raises:
         ValueError: if there are none, a shard cannot be read, or one was made with something else.
     """
@@ -87,13 +112,18 @@ class FeatureStore(Mapping):
     def _open(self, path: Path, made_with: dict) -> None:
         try:
             shard = safe_open(path, "pt")
-            ids, lengths = shard.get_tensor("input_ids"), shard.get_tensor("lengths").tolist()
-            found = json.loads((shard.metadata() or {})[METADATA_KEY])
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
-            raise ValueError(f"features: {path} is no whole shard ({error}); delete it and make it again") from None
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"features: {path} is damaged ({error}); delete it, and it is made again") from None
+        if METADATA_KEY not in (shard.metadata() or {}):
+            raise ValueError(f"features: {path} is no shard of features; {self.folder} must hold nothing else")
+        found = json.loads(shard.metadata()[METADATA_KEY])
+        ids, lengths = shard.get_tensor("input_ids"), shard.get_tensor("lengths").tolist()
         for key, value in made_with.items():
             if found.get(key) != value:
                 raise ValueError(f"features: {key} is {value!r} here, but {path} was made with {found.get(key)!r}")
+        width = found["hidden_size"], len(found["target_layer_ids"]) + 1
+        if shard.get_slice("states").get_shape() != [sum(lengths), width[1], width[0]] or len(ids) != sum(lengths):
+            raise ValueError(f"features: {path} is damaged (its parts do not fit); delete it, and it is made again")
         start = 0
         for sequence in ids.split(lengths):
             self.places[sequence_key(sequence)] = (shard, start, start + len(sequence))
@@ -119,8 +149,7 @@ def write_features(
     Raises:
         ValueError: if the disk is too small for them, or the folder holds features made with something else.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    stored = FeatureStore(folder, made_with) if any(folder.rglob("*.safetensors")) else {}
+    stored = stored_features(folder, made_with)
     rows = {sequence_key(ids): ids for ids in (torch.as_tensor(row["input_ids"]) for row in sequences)}
     missing = sorted((ids for key, ids in rows.items() if key not in stored), key=len)
     done = sum(len(ids) for key, ids in rows.items() if key in stored)
@@ -128,13 +157,29 @@ def write_features(
     needed, free = 2 * width * sum(map(len, missing)), shutil.disk_usage(folder).free
     if needed > free:
         raise ValueError(f"features: {needed / 1e9:.1f} GB are needed, but {free / 1e9:.1f} GB are free in {folder}")
-    first = max((int(shard.stem) for shard in folder.glob("*.safetensors")), default=-1) + 1
-    for number, group in enumerate(_groups(missing, SHARD_TOKENS, padded=False), start=first):
+    for group in _groups(missing, SHARD_TOKENS, padded=False):
         states = [s for batch in _groups(group, BATCH_TOKENS, padded=True) for s in _states_of_each(batch, states_of)]
-        _write(folder / f"{number:06d}.safetensors", group, [each.bfloat16() for each in states], made_with)
+        _write(folder, group, [each.bfloat16() for each in states], made_with)
         done += sum(map(len, group))
         progress(done)
     return len(missing)
+
+
+def stored_features(folder: Path, made_with: dict) -> Mapping[bytes, torch.Tensor]:
+    """
+    What a folder holds already, perhaps nothing; it is made where it is missing, and what killed runs left is removed.
+
+    Raises:
+        ValueError: as `FeatureStore` does, and for a folder that cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"features: {folder} cannot be made: {error}") from None
+    for file in folder.glob(".tmp*"):  # of safetensors; another run may be writing a young one
+        if time.time() - file.stat().st_mtime > STALE_SECONDS:
+            file.unlink(missing_ok=True)
+    return FeatureStore(folder, made_with) if any(folder.rglob("*.safetensors")) else {}
 
 
 def _states_of_each(sequences: list[torch.Tensor], states_of: Callable) -> list[torch.Tensor]:
@@ -157,13 +202,15 @@ def _groups(sequences: list[torch.Tensor], most: int, padded: bool) -> Iterator[
         yield group
 
 
-def _write(path: Path, ids: list[torch.Tensor], states: list[torch.Tensor], made_with: dict) -> None:
-    """A shard, in one go."""
+def _write(folder: Path, ids: list[torch.Tensor], states: list[torch.Tensor], made_with: dict) -> None:
+    """A shard, in one go (safetensors writes beside the file first), called after what it holds: runs need not agree."""
     lengths = torch.tensor(list(map(len, ids)), dtype=torch.int32)
     tensors = {"input_ids": torch.cat(ids).int(), "lengths": lengths, "states": torch.cat(states)}
-    temporary = path.with_suffix(".tmp")
-    save_file(tensors, temporary, metadata={METADATA_KEY: json.dumps(made_with)})
-    temporary.replace(path)
+    path = folder / f"{sequence_key(torch.cat(ids)).hex()}.safetensors"
+    try:
+        save_file(tensors, path, metadata={METADATA_KEY: json.dumps(made_with)})
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"features: {path} cannot be written: {error}") from None
 
 
 def known_states(known: Mapping[bytes, torch.Tensor], batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -79,6 +79,9 @@ def stream_prompts(
     streams = [read_source(source, seed) for source in sources]
     if paths:
         local = read_prompts(paths)
+        files = {prompt.id.partition("/")[0] for prompt in local}
+        if both := files & {source.title for source in sources}:
+            raise ValueError(f"sources: one is called {both.pop()!r}, as a file of prompts is; give it another name")
         random.Random(seed).shuffle(local)
         streams.insert(0, iter(local))
     shares = [None] * bool(paths) + [source.share for source in sources]
@@ -120,21 +123,32 @@ def to_prompt(id: str, row: dict, source: Source) -> Prompt | None:
     A dataset's row as a prompt, or None if it holds no user's text. A column may hold a text, several turns, or messages
     (`role` and `content`, or `from` and `value`), of which the assistant's are dropped; several columns' texts are joined.
     """
-    missing = [column for column in source.columns if column not in row]
-    if missing:
-        raise ValueError(f"sources: {source.path} has no column {missing[0]!r}; it has {', '.join(row)}")
-    values = [row[column] for column in source.columns if row[column]]
-    if all(isinstance(value, str) for value in values):
-        values = [["\n\n".join(values)]] if values else [[]]
     system: list[str] = []
     turns: list[str] = []
-    for entry in itertools.chain.from_iterable(values):
+    for entry in _entries(row, source):
         role, text = ("user", entry) if isinstance(entry, str) else _message(entry)
         {"system": system, "user": turns}.get(role, []).append(text.strip())
     turns = [turn for turn in turns if turn]
     if not turns:
         return None
     return Prompt(id, tuple(turns), "\n\n".join(filter(None, system)) or None, source.format)
+
+
+def _entries(row: dict, source: Source) -> list[str | dict]:
+    """The texts and messages in a source's columns."""
+    missing = [column for column in source.columns if column not in row]
+    if missing:
+        raise ValueError(f"sources: {source.path} has no column {missing[0]!r}; it has {', '.join(row)}")
+    values = [row[column] for column in source.columns if row[column]]
+    if values and all(isinstance(value, str) for value in values):
+        return ["\n\n".join(values)]
+    entries = [entry for value in values for entry in (value if isinstance(value, list) else [None])]
+    if not all(isinstance(entry, (str, dict)) for entry in entries):
+        raise ValueError(
+            f"sources: {source.path} holds {str(values)[:80]} in {', '.join(source.columns)}; a text is expected, or a "
+            "list of texts or messages"
+        )
+    return entries
 
 
 def in_shard(id: str, shard: tuple[int, int]) -> bool:

@@ -1,22 +1,25 @@
 """`DFlareTrainer`: a `transformers.Trainer` whose loss is the block loss on the online states of a frozen target."""
 
+import contextlib
 import shutil
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalPrediction
 from transformers.utils import logging
 
+from dflare.checks_dflare import check_layers, check_sizes
 from dflare.drafting_dflare import RestrictedHead
 
 from .anchors import IGNORED, draw_anchors, slot_labels, token_positions
 from .data import pack_sequences, pad_sequences, pad_with_every_anchor
-from .features import known_states, remember_states, target_states
+from .features import decoder_of, known_states, remember_states, target_states
 from .loss import Objective, block_hidden_states, block_loss, loss_divisor, slot_losses
 from .weights import gamma_at
 
@@ -53,7 +56,7 @@ class DFlareTrainingArguments(TrainingArguments):
     num_anchors: int = field(default=512, metadata={"help": "Anchors per sequence at most."})
     anchor_budget: int | None = field(
         default=None,
-        metadata={"help": "Anchors per device and step at most; by default num_anchors alone bounds them."},
+        metadata={"help": "Anchors per device and batch at most; by default num_anchors alone bounds them."},
     )
     fusion_lr_scale: float = field(
         default=1.0, metadata={"help": "Learning rate of the fusion weights, as a multiple."}
@@ -127,10 +130,14 @@ class DFlareTrainer(Trainer):
         args: DFlareTrainingArguments,
         token_ids=None,
         features: Mapping[bytes, torch.Tensor] | None = None,
-        compute_metrics: Callable[[EvalPrediction], dict] = lambda prediction: {},
+        compute_metrics: Callable[[EvalPrediction], dict] | None = None,
         **kwargs,
     ):
+        check_arguments(args)
+        check_layers(getattr(target, "get_base_model", lambda: target)())  # beneath an adapter of peft
         self.target = target.eval().requires_grad_(False)
+        if args.distillation:
+            check_logits(target, args.distillation)
         self.features = features
         self.embed = target.get_input_embeddings()
         self.full_head = target.get_output_embeddings()
@@ -140,15 +147,21 @@ class DFlareTrainer(Trainer):
         self.head = self.full_head if token_ids is None else RestrictedHead(self.full_head, token_ids)
         kwargs.setdefault("data_collator", pack_sequences if args.packing else pad_sequences)
         args.remove_unused_columns = False
-        metrics = lambda prediction: {**reduce_statistics(prediction), **compute_metrics(prediction)}  # noqa: E731
-        super().__init__(model=model, args=args, compute_metrics=metrics, **kwargs)
+        self.further_metrics = compute_metrics
+        super().__init__(model=model, args=args, compute_metrics=self.metrics_of, **kwargs)
+        check_sizes(self.accelerator.unwrap_model(self.model), target)
         self.model_accepts_loss_kwargs = True
         self.label_names = ["loss_mask"]
         self.warned_of_empty_rows = False
         self.kept_states: dict[bytes, torch.Tensor] = {}
         self.can_return_loss = True
         if args.packing and features is None:
-            check_packing(self.target_states, model.config.vocab_size, args.device)
+            check_packing(self.target_states, target.config.get_text_config().vocab_size, args.device)
+
+    def metrics_of(self, prediction: EvalPrediction) -> dict[str, float]:
+        """Our metrics, and those of the user's `compute_metrics`."""
+        own = reduce_statistics(prediction)
+        return {**own, **self.further_metrics(prediction)} if self.further_metrics else own
 
     @property
     def gamma(self) -> float | None:
@@ -248,33 +261,66 @@ class DFlareTrainer(Trainer):
 
     def get_eval_dataloader(self, eval_dataset=None):
         """As the Trainer's, with every response position an anchor."""
+        with self._every_anchor():
+            return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset):
+        """As `get_eval_dataloader`."""
+        with self._every_anchor():
+            return super().get_test_dataloader(test_dataset)
+
+    @contextlib.contextmanager
+    def _every_anchor(self):
         collator, self.data_collator = self.data_collator, pad_with_every_anchor
         try:
-            return super().get_eval_dataloader(eval_dataset)
+            yield
         finally:
             self.data_collator = collator
 
     @torch.no_grad()
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        """The batch's unweighted loss, and a row of statistics per sequence for `reduce_statistics`."""
+        """The batch's unweighted loss, and a row of statistics per sequence for `reduce_statistics`, which counts."""
         inputs = self._prepare_inputs(inputs)
         config, ids = self.accelerator.unwrap_model(model).config, inputs["input_ids"]
         labels = slot_labels(ids, inputs["loss_mask"], inputs["anchors"], inputs["keep"], config.block_size)
         *taps, _ = self.states(inputs)
-        total, correct = torch.zeros((), device=labels.device), torch.zeros_like(labels, dtype=torch.bool)
+        lost, correct = torch.zeros(labels.shape, device=labels.device), torch.zeros_like(labels, dtype=torch.bool)
         for piece in torch.arange(labels.shape[1], device=labels.device).split(EVALUATION_ANCHORS):
             anchors, keep, wanted = inputs["anchors"][:, piece], inputs["keep"][:, piece], labels[:, piece]
             hidden = block_hidden_states(model, self.embed, ids, taps, anchors, keep)[:, :, 1:]
             valid = wanted != IGNORED
             losses, hits = slot_losses(hidden[valid], wanted[valid], self.full_head)
-            total += losses.sum()
+            lost[:, piece] = torch.zeros_like(lost[:, piece]).masked_scatter(valid, losses)
             correct[:, piece] = torch.zeros_like(valid).masked_scatter(valid, hits)
         valid = labels != IGNORED
-        loss = total / valid.sum().clamp(min=1)
-        statistics = [
-            sequence_statistics(*row) for row in zip(correct, valid, inputs["keep"], inputs["greedy"], strict=True)
-        ]
-        return loss, torch.stack(statistics), inputs["greedy"]
+        rows = zip(lost, correct, valid, inputs["keep"], inputs["greedy"], strict=True)
+        statistics = torch.stack([sequence_statistics(*row) for row in rows])
+        return lost.sum() / valid.sum().clamp(min=1), statistics, inputs["greedy"]
+
+
+def check_arguments(args: DFlareTrainingArguments) -> None:
+    """Raises `ValueError` for arguments of the Trainer that cannot hold for a drafter."""
+    if args.neftune_noise_alpha is not None:
+        raise ValueError(
+            f"neftune_noise_alpha is {args.neftune_noise_alpha}, but a drafter has no embedding of its own"
+        )
+    if args.include_for_metrics:
+        raise ValueError(
+            f"include_for_metrics is {args.include_for_metrics}; metrics are given counts of each sequence alone"
+        )
+
+
+@torch.no_grad()
+def check_logits(target: PreTrainedModel, distillation: str) -> None:
+    """Raises `ValueError` where the target does more to its head's output than the distillation would: scales, caps."""
+    ids = torch.arange(8)[None].to(target.device)
+    states, head = decoder_of(target)(input_ids=ids, use_cache=False).last_hidden_state, target.get_output_embeddings()
+    logits, plain = target(input_ids=ids, use_cache=False).logits.float(), head(states).float()
+    if not torch.allclose(logits, plain, rtol=0.05, atol=0.05 * float(logits.std())):
+        raise ValueError(
+            f"distillation is {distillation!r}, but {type(target).__name__} scales or caps what its head says, so the "
+            "drafter would learn another distribution; set distillation to null"
+        )
 
 
 def check_packing(states_of: Callable[..., list[torch.Tensor]], vocab_size: int, device: torch.device) -> None:
@@ -294,14 +340,15 @@ def check_packing(states_of: Callable[..., list[torch.Tensor]], vocab_size: int,
 
 
 def sequence_statistics(
-    correct: torch.Tensor, valid: torch.Tensor, keep: torch.Tensor, greedy: torch.Tensor
+    losses: torch.Tensor, correct: torch.Tensor, valid: torch.Tensor, keep: torch.Tensor, greedy: torch.Tensor
 ) -> torch.Tensor:
     """
-    One sequence's counts, (2 + 2 (B - 1),): rounds and tokens of a greedy walk through its blocks, then correct and valid
-    slots at each position. Rounds that the sequence's end cuts are left out, as in every acceptance length we report.
+    One sequence's counts, (3 + 2 (B - 1),): rounds and tokens of a greedy walk through its blocks, the sum of all slots'
+    losses, then correct and valid slots at each position. Rounds that the sequence's end cuts are left out, as in every
+    acceptance length we report.
 
     Args:
-        correct, valid: (A, B - 1) for all anchors of a sequence, one after the other. keep: (A,). greedy: ().
+        losses, correct, valid: (A, B - 1) for all anchors of a sequence, one after the other. keep: (A,). greedy: ().
     """
     count = int(keep.sum())
     lead = (correct & valid).int().cumprod(dim=-1).sum(dim=-1).tolist()
@@ -310,12 +357,19 @@ def sequence_statistics(
         rounds, tokens = rounds + 1, tokens + lead[anchor] + 1
         anchor += lead[anchor] + 1
     sums = torch.cat([correct.sum(dim=0), valid.sum(dim=0)])
-    return torch.cat([torch.tensor([rounds, tokens], device=sums.device), sums]).float()
+    walk = torch.tensor([rounds, tokens], device=sums.device)
+    return torch.cat([walk, losses.sum()[None], sums]).float()
 
 
 def reduce_statistics(prediction: EvalPrediction) -> dict[str, float]:
-    """Metrics of `sequence_statistics` rows (N, 2 + 2 (B - 1)): `acceptance_length`, and `accuracy_k` for each slot k."""
-    totals = prediction.predictions.sum(axis=0)
-    slots = (len(totals) - 2) // 2
-    metrics = {f"accuracy_{k + 1}": float(totals[2 + k] / max(totals[2 + slots + k], 1)) for k in range(slots)}
-    return {"acceptance_length": float(totals[1] / totals[0]) if totals[0] else float("nan"), **metrics}
+    """
+    Metrics of `sequence_statistics` rows (N, 3 + 2 (B - 1)): `loss` (of all slots alike), `acceptance_length`, and
+    `accuracy_k` for each slot k.
+    """
+    rows = prediction.predictions
+    totals = np.concatenate(rows).sum(axis=0) if isinstance(rows, list) else rows.sum(axis=0)
+    rounds, tokens, lost = totals[:3]
+    correct, valid = np.split(totals[3:], 2)
+    accuracies = {f"accuracy_{k}": float(c / max(v, 1)) for k, (c, v) in enumerate(zip(correct, valid, strict=True), 1)}
+    length = float(tokens / rounds) if rounds else float("nan")
+    return {"loss": float(lost / max(valid.sum(), 1)), "acceptance_length": length, **accuracies}
