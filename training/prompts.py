@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers.utils import logging
 
@@ -142,7 +143,7 @@ def _entries(row: dict, source: Source) -> list[str | dict]:
     values = [row[column] for column in source.columns if row[column]]
     if values and all(isinstance(value, str) for value in values):
         return ["\n\n".join(values)]
-    entries = [entry for value in values for entry in (value if isinstance(value, list) else [None])]
+    entries: list[Any] = [entry for value in values for entry in (value if isinstance(value, list) else [None])]
     if not all(isinstance(entry, (str, dict)) for entry in entries):
         raise ValueError(
             f"sources: {source.path} holds {str(values)[:80]} in {', '.join(source.columns)}; a text is expected, or a "

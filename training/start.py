@@ -1,10 +1,13 @@
 """What training starts from: the config of a fresh drafter, a trained one, or layers of the target itself."""
 
+from typing import Any, cast
+
 import torch
 
 from dflare import DFlareConfig, DFlareForBlockDiffusion
 from dflare.checks_dflare import check_sizes
 from dflare.configuration.arguments import START_LAYERS
+from dflare.modeling_dflare import DFlareDecoderLayer
 
 from .features import decoder_of
 
@@ -57,7 +60,7 @@ def copy_target_layers(drafter: DFlareForBlockDiffusion, target, which: str) -> 
         if value != getattr(config, key):
             raise ValueError(f"start_layers: {key} is {value!r} in the target, {getattr(config, key)!r} in the drafter")
     for layer, number in zip(drafter.layers, ids, strict=True):
-        _copy_layer(layer, layers[number], number, config.head_dim)
+        _copy_layer(cast(DFlareDecoderLayer, layer), layers[number], number, config.head_dim)
     return ids
 
 
@@ -71,7 +74,7 @@ def _which_layers(count: int, depth: int, which: str) -> list[int]:
     return [round(i * (count - 1) / max(depth - 1, 1)) for i in range(depth)]
 
 
-def _copy_layer(layer: torch.nn.Module, source: torch.nn.Module, number: int, head_dim: int) -> None:
+def _copy_layer(layer: DFlareDecoderLayer, source: Any, number: int, head_dim: int) -> None:
     own, theirs = dict(layer.named_parameters()), dict(source.named_parameters())
     names = {name: name.replace("_proj_target.", "_proj.") for name in own}
     further = set(theirs) - set(names.values())
@@ -88,7 +91,7 @@ def _copy_layer(layer: torch.nn.Module, source: torch.nn.Module, number: int, he
             _copy(tensor, theirs[names[name]], f"layers.{number}.{names[name]}", heads)
 
 
-def _same_norm(own: torch.nn.Module, theirs: torch.nn.Module) -> bool:
+def _same_norm(own: Any, theirs: Any) -> bool:
     """Whether two norms with the same weights do the same."""
     weight = theirs.weight.detach()
     states = torch.linspace(-2.0, 2.0, len(weight), dtype=weight.dtype, device=weight.device)[None]
