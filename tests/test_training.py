@@ -193,7 +193,7 @@ def test_a_target_that_mixes_packed_sequences_is_refused(tmp_path, target, monke
     [
         dict(weighting="expected_length"), dict(weighting="until_failure"), dict(distillation="kl"),
         dict(distillation="total_variation"), dict(gradient_checkpointing=True), dict(gamma=2.0, gamma_end=6.0),
-        dict(packing=True, distillation="kl", keep_states=True), dict(anchor_budget=40),
+        dict(packing=True, distillation="kl", keep_states=True), dict(anchor_budget=40), dict(muon=True),
     ],
     ids=lambda settings: " ".join(settings),
 )  # fmt: skip
@@ -204,6 +204,25 @@ def test_every_objective_lowers_the_loss(tmp_path, target, settings):
     assert trainer.evaluate()["eval_loss"] < before - 0.1
     gammas = [entry["gamma"] for entry in trainer.state.log_history if "gamma" in entry]
     assert len(gammas) == 3 and gammas[0] < gammas[1] < gammas[2] < 20  # by epochs, or evenly to its end
+
+
+def test_muon_learns_matrices_and_adamw_the_rest(tmp_path, target):
+    drafter = tiny_drafter(target)
+    trainer = make_trainer(
+        tmp_path, target, drafter, response_rows(target, count=4), max_steps=1, muon=True, fusion_lr_scale=10.0,
+        warmup_steps=0, learning_rate=1e-2, max_grad_norm=0.0,
+    )  # fmt: skip
+    before = {name: tensor.clone() for name, tensor in drafter.named_parameters()}
+    trainer.train()
+    moved = {name: tensor - before[name] for name, tensor in drafter.named_parameters()}
+    for name, step in moved.items():
+        if name == "layer_fusion_weights" or step.ndim < 2:  # AdamW's first step is the rate, whatever the gradient
+            rate = 0.1 if name == "layer_fusion_weights" else 0.01
+            assert step.detach().abs().max() == pytest.approx(rate, rel=1e-2)
+        else:  # Muon's steps are as large as AdamW's usually are: a fifth of the rate
+            assert 0.1 < step.detach().square().mean().sqrt() / 0.01 < 0.3
+    rates = {group["lr"] for group in trainer.optimizer.param_groups}
+    assert rates == {0.0}  # both parts follow the schedule to its end
 
 
 def test_checkpointing_activations_changes_nothing(tmp_path, target):
@@ -363,13 +382,14 @@ class StopAt(TrainerCallback):
             raise KeyboardInterrupt
 
 
+@pytest.mark.parametrize("muon", [False, True])
 @pytest.mark.parametrize("strategy", ["random", "group_by_length"])
 @pytest.mark.parametrize("stopped_at", [3, 7])
-def test_a_run_that_goes_on_ends_with_the_same_weights(tmp_path, target, strategy, stopped_at):
+def test_a_run_that_goes_on_ends_with_the_same_weights(tmp_path, target, strategy, stopped_at, muon):
     rows, weights = response_rows(target, count=20, length=20), []
     options = dict(max_steps=9, save_strategy="steps", save_steps=2, num_anchors=4, gamma_step=1.0,
                    train_sampling_strategy=strategy, per_device_train_batch_size=2,
-                   gradient_accumulation_steps=2)  # fmt: skip
+                   gradient_accumulation_steps=2, muon=muon, fusion_lr_scale=10.0)  # fmt: skip
     for name, stops in (("whole", []), ("parts", [stopped_at])):
         for stop in (*stops, None):
             drafter = tiny_drafter(target)

@@ -21,6 +21,7 @@ from .anchors import IGNORED, draw_anchors, slot_labels, token_positions
 from .data import pack_sequences, pad_sequences, pad_with_every_anchor
 from .features import decoder_of, known_states, remember_states, target_states
 from .loss import Objective, block_hidden_states, block_loss, loss_divisor, slot_losses
+from .muon import MuonAndAdamW
 from .weights import gamma_at
 
 logger = logging.get_logger(__name__)
@@ -60,6 +61,9 @@ class DFlareTrainingArguments(TrainingArguments):
     )
     fusion_lr_scale: float = field(
         default=1.0, metadata={"help": "Learning rate of the fusion weights, as a multiple."}
+    )
+    muon: bool = field(
+        default=False, metadata={"help": "Muon instead of AdamW for weight matrices (one process or DDP)."}
     )
     packing: bool = field(
         default=False, metadata={"help": "Lay a batch's sequences one after the other instead of padding each."}
@@ -233,7 +237,10 @@ class DFlareTrainer(Trainer):
         return total
 
     def create_optimizer(self, *args, **kwargs):
-        """The Trainer's optimiser, with the fusion weights in a group of their own if they learn at another rate."""
+        """Muon, or the Trainer's optimiser; the fusion weights in a group of their own if they learn at another rate."""
+        if self.args.muon:
+            self.optimizer = self._muon()
+            return self.optimizer
         optimizer = super().create_optimizer(*args, **kwargs)
         fusion = getattr(self.accelerator.unwrap_model(self.model), "layer_fusion_weights", None)
         if self.args.fusion_lr_scale != 1.0 and fusion is not None:
@@ -242,6 +249,19 @@ class DFlareTrainer(Trainer):
             rate = self.args.learning_rate * self.args.fusion_lr_scale
             optimizer.add_param_group({"params": [fusion], "lr": rate, "weight_decay": 0.0})
         return optimizer
+
+    def _muon(self) -> MuonAndAdamW:
+        args = self.args
+        if not hasattr(torch.optim, "Muon"):
+            raise ValueError(f"muon is True, but torch {torch.__version__} has no Muon, which came with 2.9")
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise ValueError(
+                "muon is True, but parameters are sharded, and Muon needs whole matrices; set muon to False"
+            )
+        learning = {name: tensor for name, tensor in self.model.named_parameters() if tensor.requires_grad}
+        scales = {name: args.fusion_lr_scale for name in learning if name.endswith("layer_fusion_weights")}
+        betas = (args.adam_beta1, args.adam_beta2)
+        return MuonAndAdamW(learning, args.learning_rate, scales, args.weight_decay, betas=betas, eps=args.adam_epsilon)
 
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
         """The Trainer's log, with gamma beside the loss."""
