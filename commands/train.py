@@ -29,7 +29,6 @@ RUN_SETTINGS = (
     "max_length",
     "validation_size",
     "validation_data",
-    "restrict_vocabulary",
     "seed",
 )
 NUMBERS = {int, float, bool, type(None)}
@@ -48,13 +47,15 @@ def run(args: TrainArguments) -> int:
     # On the CPU first: which device is this rank's own is for the Trainer to say.
     target = load_pretrained("AutoModelForCausalLM", folder, args.target_dtype, "cpu")
     drafter = build_drafter(args, target, AutoTokenizer.from_pretrained(folder))
+    if args.draft_vocab_size:
+        drafter.set_draft_vocabulary(response_token_ids(rows, args.draft_vocab_size))
     checkpoint = checkpoint_to_resume(args, drafter.config)
     trainer = build_trainer(args, settings, drafter, target, rows)
     print(f"{sum(p.numel() for p in drafter.parameters()):,} parameters; taps {drafter.config.target_layer_ids}")
     if checkpoint:
         print(f"going on from {checkpoint}; settings of the Trainer that differ from its own count from here on")
     trainer.train(resume_from_checkpoint=checkpoint)
-    save(trainer, args, rows)
+    save(trainer, args)
     return 0
 
 
@@ -100,12 +101,11 @@ def build_trainer(args: TrainArguments, settings, drafter, target, rows) -> DFla
         raise ValueError(
             f"max_length is {args.max_length}, which leaves no response token of any training or validation row"
         )
-    token_ids = response_token_ids(rows) if args.restrict_vocabulary else None
     features = None
     if args.features:
         features = FeatureStore(args.features, features_made_with(target, drafter.config))
         features.check([*train, *validation])
-    return DFlareTrainer(drafter, target, settings, token_ids, features, train_dataset=train, eval_dataset=validation)
+    return DFlareTrainer(drafter, target, settings, features, train_dataset=train, eval_dataset=validation)
 
 
 def build_drafter(args: TrainArguments, target, tokenizer) -> DFlareForBlockDiffusion:
@@ -179,7 +179,7 @@ def checkpoint_to_resume(args: TrainArguments, config: DFlareConfig) -> str | No
     return str(checkpoints[0]) if checkpoints else None
 
 
-def save(trainer: DFlareTrainer, args: TrainArguments, rows: Dataset) -> None:
+def save(trainer: DFlareTrainer, args: TrainArguments) -> None:
     """Writes `drafter/` (weights in bf16, config, code), then evaluates and writes `training.json`."""
     output = Path(args.output_dir)
     weights = trainer.accelerator.get_state_dict(trainer.model)  # from all ranks, whole on the first
@@ -187,8 +187,6 @@ def save(trainer: DFlareTrainer, args: TrainArguments, rows: Dataset) -> None:
         config = trainer.accelerator.unwrap_model(trainer.model).config
         release = DFlareForBlockDiffusion(config).to(torch.bfloat16)
         release.load_state_dict(weights)
-        if args.draft_vocab_size:
-            release.set_draft_vocabulary(response_token_ids(rows, args.draft_vocab_size))
         release.save_pretrained(output / "drafter")
     metrics = trainer.evaluate()
     if not trainer.is_world_process_zero():

@@ -171,9 +171,8 @@ class TrainArguments:
         "Parquet file with the rows to validate on, left out of training by their ids; instead of validation_size.",
         None,
     )
-    restrict_vocabulary: bool = setting("Let the training loss see only tokens that occur in responses.", False)
     draft_vocab_size: int | None = setting(
-        "Let the finished drafter draft only this many tokens, the most frequent in responses; by default all.",
+        "Draft, and learn, only this many tokens, the most frequent in responses; by default all, or those of start_from.",
         None,
         least=1,
     )

@@ -96,7 +96,7 @@ class BlockDrafter:
     def __init__(self, drafter: PreTrainedModel, target: PreTrainedModel, input_ids: torch.Tensor):
         self.drafter = drafter
         self.embed = target.get_input_embeddings()
-        self.head, self.token_ids = _drafting_head(drafter, target.get_output_embeddings())
+        self.head, self.token_ids = drafting_head(drafter, target.get_output_embeddings())
         # Accelerate's hooks move inputs on from the target's first device where its parts lie apart.
         self.place = (input_ids.device if target.device.type == "meta" else target.device, target.dtype)
         self.mask_ids = input_ids.new_full((1, drafter.config.block_size - 1), drafter.config.mask_token_id)
@@ -210,7 +210,7 @@ def can_be_restricted(head: nn.Module) -> bool:
     return type(head) is nn.Linear and not hasattr(head, "_hf_hook") and not head.weight.is_meta
 
 
-def _drafting_head(drafter: PreTrainedModel, head: nn.Module) -> tuple[nn.Module, torch.Tensor | None]:
+def drafting_head(drafter: PreTrainedModel, head: nn.Module) -> tuple[nn.Module, torch.Tensor | None]:
     """The head to draft with and the tokens of its rows: all of it (None), or the rows of the draft vocabulary."""
     token_ids: Any = drafter.draft_token_ids
     if token_ids is None:

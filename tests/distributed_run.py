@@ -26,6 +26,7 @@ def main() -> None:
 
     target = tiny_target(dtype=torch.float32)
     drafter = tiny_drafter(target)
+    drafter.set_draft_vocabulary(range(48))
     rows = to_sequences(Dataset.from_list(json.loads((folder / "rows.json").read_text())), max_length=64)
     settings = DFlareTrainingArguments(
         output_dir=str(folder / "run"), use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no",

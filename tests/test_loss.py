@@ -314,6 +314,16 @@ def test_restricted_head(pair):
     some = ids.unique()
     fewer = loss_of(pair, ids, mask, taps, anchors, keep, head=RestrictedHead(target.get_output_embeddings(), some))
     assert 0 < fewer < whole
+    # Labels that it cannot say train nothing: the loss is that of the others.
+    labels = slot_labels(ids, mask, anchors, keep, pair[1].config.block_size)
+    said = labels.unique()[1::2].contiguous()
+    part = RestrictedHead(target.get_output_embeddings(), said)
+    hidden = block_hidden_states(pair[1], target.get_input_embeddings(), ids, taps, anchors, keep)[:, :, 1:]
+    rows = torch.where(torch.isin(labels, said), torch.searchsorted(said, labels), IGNORED)
+    assert (labels != IGNORED).sum() > (rows != IGNORED).sum() > 0
+    expected = dense_block_loss(hidden, rows, part, gamma=4.0)
+    ours = loss_of(pair, ids, mask, taps, anchors, keep, head=part)
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="token_ids lacks the labels"):
         rows_of(RestrictedHead(target.get_output_embeddings(), some[1:]), some)
     with pytest.raises(ValueError, match="plain linear head"):

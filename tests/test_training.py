@@ -46,9 +46,11 @@ def test_training_lowers_the_loss_and_never_touches_the_target(tmp_path, target)
     assert all(torch.equal(before[name], tensor) for name, tensor in target.state_dict().items())
 
 
-def test_validation_foretells_generation(tmp_path, target):
+@pytest.mark.parametrize("draft_vocabulary", [None, range(0, 64, 2)])
+def test_validation_foretells_generation(tmp_path, target, draft_vocabulary):
     """The acceptance length that evaluation reports is the one that generate() has on the same prompts."""
     rows, drafter = response_rows(target), tiny_drafter(target)
+    drafter.set_draft_vocabulary(draft_vocabulary)
     trainer = make_trainer(tmp_path, target, drafter, rows)
     trainer.train()
     foretold = trainer.evaluate()["eval_acceptance_length"]
@@ -67,10 +69,11 @@ def test_the_walk_through_blocks():
     correct = torch.tensor([[1, 0, 1], [1, 1, 1], [1, 1, 0], [0, 0, 0], [0, 1, 1], [1, 1, 1]]).bool()
     keep = torch.ones(6, dtype=torch.bool)
     losses, valid = torch.full(correct.shape, 0.5), torch.ones_like(correct)
-    walked = sequence_statistics(losses, correct, valid, keep, torch.tensor(True)).tolist()
+    known = torch.arange(3).expand(correct.shape) < 2
+    walked = sequence_statistics(losses, known, correct, valid, keep, torch.tensor(True)).tolist()
     # Anchor 0 accepts one draft and moves on to 2, that accepts two and moves on to 5, whose round the end cuts.
-    assert walked == [2, 5, 9.0, 4, 4, 4, 6, 6, 6]
-    sampled = sequence_statistics(losses, correct, valid, keep, torch.tensor(False)).tolist()
+    assert walked == [2, 5, 9.0, 12, 4, 4, 4, 6, 6, 6]
+    sampled = sequence_statistics(losses, known, correct, valid, keep, torch.tensor(False)).tolist()
     assert sampled[:2] == [0, 0] and sampled[2:] == walked[2:]
 
 
@@ -319,7 +322,7 @@ def test_data_and_train_commands_make_a_drafter_that_loads(files, capsys):
     recipe.write_text(
         f"data: {{target: {files}/target, prompts: ['{files}/prompts.jsonl'], output: {data}, dtype: float32}}\n"
         f"train:\n  target: {files}/target\n  data: {data}\n  output_dir: {run}\n  validation_size: 8\n"
-        "  restrict_vocabulary: true\n  target_dtype: float32\n"
+        "  draft_vocab_size: 40\n  target_dtype: float32\n"
         "  drafter: {num_hidden_layers: 2, block_size: 4, num_taps: 3}\n"
         "  trainer: {use_cpu: true, report_to: none, max_steps: 6, save_steps: 3, per_device_train_batch_size: 4}\n"
     )
@@ -328,7 +331,8 @@ def test_data_and_train_commands_make_a_drafter_that_loads(files, capsys):
     report = json.loads((run / "training.json").read_text())
     assert report["evaluation"]["eval_acceptance_length"] >= 1.0
     drafter = AutoModel.from_pretrained(run / "drafter")
-    assert drafter.dtype == torch.bfloat16 and os.path.exists(run / "drafter" / "hook_dflare.py")
+    assert drafter.dtype == torch.bfloat16 and len(drafter.draft_token_ids) == 40
+    assert os.path.exists(run / "drafter" / "hook_dflare.py")
     # Another drafter does not go on from this one's checkpoints, and a damaged checkpoint is passed over.
     assert main(["train", "--config", str(recipe), "--drafter.block_size", "5"]) == 2
     assert "block_size is 5, but the checkpoints" in capsys.readouterr().err
@@ -352,13 +356,13 @@ def test_training_goes_on_from_a_trained_drafter(files, capsys):
         "  trainer: {use_cpu: true, report_to: none, max_steps: 2, per_device_train_batch_size: 4}\n"
     )
     assert main(["data", "--config", str(recipe), "--max_new_tokens", "24"]) == 0
-    assert main(["train", "--config", str(recipe), "--output_dir", str(first)]) == 0
+    assert main(["train", "--config", str(recipe), "--output_dir", str(first), "--draft_vocab_size", "10"]) == 0
     held_back = {row["id"] for row in read_rows(first / "validation.parquet")}
     assert len(held_back) == 8
     # On from there with a learning rate of zero and the same rows held back: the same drafter, the same figures.
     onward = ["train", "--config", str(recipe), "--output_dir", str(second), "--start_from", str(first / "drafter")]
     onward += ["--validation_data", str(first / "validation.parquet"), "--trainer.learning_rate", "0.0"]
-    assert main([*onward, "--draft_vocab_size", "10"]) == 0
+    assert main(onward) == 0
     commonest = response_token_ids(load_responses(data), 10).tolist()
     assert AutoModel.from_pretrained(second / "drafter").draft_token_ids.tolist() == commonest and len(commonest) == 10
     before, after = (AutoModel.from_pretrained(run / "drafter").state_dict() for run in (first, second))
@@ -411,6 +415,7 @@ def test_lora_on_a_published_drafter(tmp_path, target):
     from peft import LoraConfig, get_peft_model
 
     rows, drafter = response_rows(target), tiny_drafter(target)
+    drafter.set_draft_vocabulary(range(0, 64, 2))
     frozen = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
     adapted = get_peft_model(drafter, LoraConfig(r=4, target_modules=["q_proj", "v_proj_target", "down_proj"]))
     trainer = make_trainer(tmp_path, target, adapted, rows, learning_rate=3e-2, save_strategy="steps", save_steps=20)

@@ -181,7 +181,7 @@ def block_loss(
         starts: as in `block_hidden_states`.
     """
     block_size = unwrap(drafter).config.block_size
-    labels = slot_labels(input_ids, loss_mask, anchors, keep, block_size, starts)
+    labels = draftable(slot_labels(input_ids, loss_mask, anchors, keep, block_size, starts), head)
     if divisor is None:
         divisor = loss_divisor(labels, gamma, objective)
     hidden = block_hidden_states(drafter, embed, input_ids, taps, anchors, keep, starts)[:, :, 1:]
@@ -230,6 +230,11 @@ def dense_block_loss(
     )
     weights = position_weights(labels.shape[-1] + 1, gamma, labels.device) * (labels != IGNORED)
     return (losses.view(labels.shape) * weights).sum() / (weights.sum() + 1e-6)
+
+
+def draftable(labels: torch.Tensor, head: Any) -> torch.Tensor:
+    """Labels, `IGNORED` where a head restricted to a draft vocabulary cannot say them."""
+    return labels.where(torch.isin(labels, head.token_ids), IGNORED) if isinstance(head, RestrictedHead) else labels
 
 
 def rows_of(head: RestrictedHead, labels: torch.Tensor) -> torch.Tensor:

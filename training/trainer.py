@@ -15,12 +15,12 @@ from transformers.trainer_utils import EvalPrediction
 from transformers.utils import logging
 
 from dflare.checks_dflare import check_layers, check_sizes
-from dflare.drafting_dflare import RestrictedHead
+from dflare.drafting_dflare import drafting_head
 
 from .anchors import IGNORED, draw_anchors, slot_labels, token_positions
 from .data import pack_sequences, pad_sequences, pad_with_every_anchor
 from .features import decoder_of, known_states, remember_states, target_states
-from .loss import Objective, block_hidden_states, block_loss, loss_divisor, slot_losses
+from .loss import Objective, block_hidden_states, block_loss, draftable, loss_divisor, slot_losses
 from .muon import MuonAndAdamW
 from .weights import gamma_at
 
@@ -116,10 +116,10 @@ class DFlareTrainer(Trainer):
     Trains a drafter against its frozen target, which runs online for its hidden states.
 
     Args:
-        model: the `DFlareForBlockDiffusion` to train, in fp32 (`bf16=True` computes in bf16 on fp32 master weights).
+        model: the `DFlareForBlockDiffusion` to train, in fp32 (`bf16=True` computes in bf16 on fp32 master weights). One
+            with a draft vocabulary learns from labels in it alone; in evaluation all others count as wrong.
         target: the frozen target, in any dtype.
         args: `DFlareTrainingArguments`.
-        token_ids: ascending token ids to restrict the training loss's head to; evaluation always uses the whole head.
         features: the target's states on every sequence (`FeatureStore`), instead of passes of the target.
         compute_metrics: adds to our own metrics; its predictions are rows of `sequence_statistics`.
 
@@ -132,7 +132,6 @@ class DFlareTrainer(Trainer):
         model: PreTrainedModel,
         target: PreTrainedModel,
         args: DFlareTrainingArguments,
-        token_ids=None,
         features: Mapping[bytes, torch.Tensor] | None = None,
         compute_metrics: Callable[[EvalPrediction], dict] | None = None,
         **kwargs,
@@ -144,11 +143,11 @@ class DFlareTrainer(Trainer):
             check_logits(target, args.distillation)
         self.features = features
         self.embed = target.get_input_embeddings()
-        self.full_head = target.get_output_embeddings()
+        head = target.get_output_embeddings()
         if getattr(target, "hf_device_map", None) is None:
-            for part in (self.embed, self.full_head) if features is not None else (target,):
+            for part in (self.embed, head) if features is not None else (target,):
                 part.to(args.device)
-        self.head = self.full_head if token_ids is None else RestrictedHead(self.full_head, token_ids)
+        self.head, _ = drafting_head(model, head)
         kwargs.setdefault("data_collator", pack_sequences if args.packing else pad_sequences)
         args.remove_unused_columns = False
         self.further_metrics = compute_metrics
@@ -231,6 +230,7 @@ class DFlareTrainer(Trainer):
         for batch in batch_samples:
             ids, mask, anchors = batch["input_ids"], batch["loss_mask"], batch["anchors"]
             labels = slot_labels(ids, mask, anchors, batch["keep"], block_size, batch["starts"])
+            labels = draftable(labels.to(device), self.head)
             total += loss_divisor(labels, self.gamma, self.args.objective).to(device)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             total = self.accelerator.gather(total).sum()
@@ -303,19 +303,20 @@ class DFlareTrainer(Trainer):
         inputs = self._prepare_inputs(inputs)
         config, ids = self.accelerator.unwrap_model(model).config, inputs["input_ids"]
         labels = slot_labels(ids, inputs["loss_mask"], inputs["anchors"], inputs["keep"], config.block_size)
+        sayable, valid = draftable(labels, self.head), labels != IGNORED
         *taps, _ = self.states(inputs)
         lost, correct = torch.zeros(labels.shape, device=labels.device), torch.zeros_like(labels, dtype=torch.bool)
         for piece in torch.arange(labels.shape[1], device=labels.device).split(EVALUATION_ANCHORS):
-            anchors, keep, wanted = inputs["anchors"][:, piece], inputs["keep"][:, piece], labels[:, piece]
+            anchors, keep, wanted = inputs["anchors"][:, piece], inputs["keep"][:, piece], sayable[:, piece]
             hidden = block_hidden_states(model, self.embed, ids, taps, anchors, keep)[:, :, 1:]
-            valid = wanted != IGNORED
-            losses, hits = slot_losses(hidden[valid], wanted[valid], self.full_head)
-            lost[:, piece] = torch.zeros_like(lost[:, piece]).masked_scatter(valid, losses)
-            correct[:, piece] = torch.zeros_like(valid).masked_scatter(valid, hits)
-        valid = labels != IGNORED
-        rows = zip(lost, correct, valid, inputs["keep"], inputs["greedy"], strict=True)
+            known = wanted != IGNORED
+            losses, hits = slot_losses(hidden[known], wanted[known], self.head)
+            lost[:, piece] = torch.zeros_like(lost[:, piece]).masked_scatter(known, losses)
+            correct[:, piece] = torch.zeros_like(known).masked_scatter(known, hits)
+        known = sayable != IGNORED
+        rows = zip(lost, known, correct, valid, inputs["keep"], inputs["greedy"], strict=True)
         statistics = torch.stack([sequence_statistics(*row) for row in rows])
-        return lost.sum() / valid.sum().clamp(min=1), statistics, inputs["greedy"]
+        return lost.sum() / known.sum().clamp(min=1), statistics, inputs["greedy"]
 
 
 def check_arguments(args: DFlareTrainingArguments) -> None:
@@ -360,15 +361,21 @@ def check_packing(states_of: Callable[..., list[torch.Tensor]], vocab_size: int,
 
 
 def sequence_statistics(
-    losses: torch.Tensor, correct: torch.Tensor, valid: torch.Tensor, keep: torch.Tensor, greedy: torch.Tensor
+    losses: torch.Tensor,
+    known: torch.Tensor,
+    correct: torch.Tensor,
+    valid: torch.Tensor,
+    keep: torch.Tensor,
+    greedy: torch.Tensor,
 ) -> torch.Tensor:
     """
-    One sequence's counts, (3 + 2 (B - 1),): rounds and tokens of a greedy walk through its blocks, the sum of all slots'
-    losses, then correct and valid slots at each position. Rounds that the sequence's end cuts are left out, as in every
-    acceptance length we report.
+    One sequence's counts, (4 + 2 (B - 1),): rounds and tokens of a greedy walk through its blocks, the sum of the slots'
+    losses and how many have one, then correct and valid slots at each position. Rounds that the sequence's end cuts are
+    left out, as in every acceptance length we report.
 
     Args:
-        losses, correct, valid: (A, B - 1) for all anchors of a sequence, one after the other. keep: (A,). greedy: ().
+        losses, known, correct, valid: (A, B - 1) for all anchors of a sequence, one after the other; `known` slots have a
+            loss, `valid` ones a label. keep: (A,). greedy: ().
     """
     count = int(keep.sum())
     lead = (correct & valid).int().cumprod(dim=-1).sum(dim=-1).tolist()
@@ -378,18 +385,18 @@ def sequence_statistics(
         anchor += lead[anchor] + 1
     sums = torch.cat([correct.sum(dim=0), valid.sum(dim=0)])
     walk = torch.tensor([rounds, tokens], device=sums.device)
-    return torch.cat([walk, losses.sum()[None], sums]).float()
+    return torch.cat([walk, losses.sum()[None], known.sum()[None], sums]).float()
 
 
 def reduce_statistics(prediction: EvalPrediction) -> dict[str, float]:
     """
-    Metrics of `sequence_statistics` rows (N, 3 + 2 (B - 1)): `loss` (of all slots alike), `acceptance_length`, and
+    Metrics of `sequence_statistics` rows (N, 4 + 2 (B - 1)): `loss` (of all slots alike), `acceptance_length`, and
     `accuracy_k` for each slot k.
     """
     rows = prediction.predictions
     totals = np.concatenate(rows).sum(axis=0) if isinstance(rows, list) else rows.sum(axis=0)
-    rounds, tokens, lost = totals[:3]
-    correct, valid = np.split(totals[3:], 2)
+    rounds, tokens, lost, known = totals[:4]
+    correct, valid = np.split(totals[4:], 2)
     accuracies = {f"accuracy_{k}": float(c / max(v, 1)) for k, (c, v) in enumerate(zip(correct, valid, strict=True), 1)}
     length = float(tokens / rounds) if rounds else float("nan")
-    return {"loss": float(lost / max(valid.sum(), 1)), "acceptance_length": length, **accuracies}
+    return {"loss": float(lost / max(known, 1)), "acceptance_length": length, **accuracies}
