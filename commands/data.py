@@ -6,10 +6,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.text import Text
 from transformers import AutoConfig, AutoTokenizer
 
+from dflare.commands.progress import TokenProgress
 from dflare.configuration.arguments import DataArguments, parse_sources
 from dflare.configuration.targets import load_pretrained, resolve_target
 from dflare.training.data import load_responses, to_sequences
@@ -23,23 +22,6 @@ from dflare.training.store import ResponseStore, check_settings, conversation_of
 
 MADE_WITH = ("target", "temperature", "top_p", "top_k", "max_new_tokens", "enable_thinking")
 CLEANED_AT_ONCE = 1000  # prompts
-
-
-class _Rate(TextColumn):
-    """Tokens per second of the run so far."""
-
-    def render(self, task):
-        return Text(f"{task.fields['tokens'] / max(task.elapsed or 0, 1e-9):,.0f} tokens/s")
-
-
-PROGRESS = (
-    TextColumn("{task.description}"),
-    BarColumn(),
-    MofNCompleteColumn(),
-    _Rate(""),
-    TimeElapsedColumn(),
-    TimeRemainingColumn(),
-)
 
 
 def run(args: DataArguments) -> int:
@@ -79,7 +61,7 @@ def add_features(args: DataArguments, output: str) -> int:
     config = drafter_config(args.drafter, target.config, AutoTokenizer.from_pretrained(folder))
     made_with = features_made_with(target, config)
     sequences = to_sequences(load_responses(output), args.max_length)
-    with Progress(*PROGRESS) as progress:
+    with TokenProgress() as progress:
         task = progress.add_task("Storing states", total=sum(sequences["length"]), tokens=0)
         count = write_features(
             place,
@@ -87,7 +69,7 @@ def add_features(args: DataArguments, output: str) -> int:
             made_with,
             lambda ids: target_states(target, config, ids.to(target.device)),
             width=(config.num_taps + 1) * config.hidden_size,
-            progress=lambda done: progress.update(task, completed=done, tokens=done),
+            progress=lambda done, new: progress.update(task, completed=done, tokens=new),
         )
     print(f"states of {count} rows added in {place}; taps {config.target_layer_ids}")
     return 0
@@ -134,7 +116,7 @@ class _Work:
         prompts: Iterable[Prompt] = self.new() if args.sources else list(self.new())
         total = len(prompts) if isinstance(prompts, list) else args.num_prompts
         total = args.limit if total is None else min(total, args.limit or total)
-        with Progress(*PROGRESS) as progress:
+        with TokenProgress() as progress:
             task, tokens = progress.add_task("Answering prompts", total=total, tokens=0), 0
             for batch in work.batches(itertools.islice(prompts, args.limit), args.batch_size):
                 if todo := [prompt for prompt in batch if prompt.id not in self.have]:

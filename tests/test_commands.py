@@ -7,6 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import Qwen3Config
 
+from dflare.commands import progress
 from dflare.commands.main import main
 from dflare.training.store import SCHEMA
 from helpers import tiny_drafter, tiny_target
@@ -91,3 +92,14 @@ def test_a_dry_run_says_what_training_takes_and_loads_nothing(tmp_path, capsys):
     assert "target: 8,190,735,360" in said and "steps: 225,000 of 64 sequences" in said
     hours = int(re.search(r"about ([\d,]+) device-hours", said)[1].replace(",", ""))
     assert 5120 / 2 < hours < 5120 * 2  # what the paper's own run took
+
+
+def test_a_log_is_told_of_progress_meanwhile(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "SECONDS", 0.0)
+    with progress.TokenProgress() as bar:
+        task = bar.add_task("Answering", total=4, tokens=0)
+        for count in (1, 2):
+            bar.update(task, advance=1, tokens=10 * count)
+        lines = capsys.readouterr().out.strip().splitlines()
+    assert [re.search(r"\d/4", line)[0] for line in lines] == ["1/4", "2/4"]
+    assert all("tokens/s" in line for line in lines)

@@ -136,7 +136,7 @@ def write_features(
     made_with: dict,
     states_of: Callable[[torch.Tensor], list[torch.Tensor]],
     width: int,
-    progress: Callable[[int], object] = lambda done: None,
+    progress: Callable[[int, int], object] = lambda done, new: None,
 ) -> int:
     """
     Computes and stores what the folder lacks; returns the number of sequences that it lacked.
@@ -145,23 +145,23 @@ def write_features(
         sequences: rows with `input_ids`. made_with: as in `FeatureStore`.
         states_of: `target_states` of ids (b, S).
         width: numbers of a token, (T + 1) H, to know the size beforehand.
-        progress: is told after each shard how many tokens are stored.
+        progress: is told after each shard how many tokens are stored, and how many of them are new.
     Raises:
         ValueError: if the disk is too small for them, or the folder holds features made with something else.
     """
     stored = stored_features(folder, made_with)
     rows = {sequence_key(ids): ids for ids in (torch.as_tensor(row["input_ids"]) for row in sequences)}
     missing = sorted((ids for key, ids in rows.items() if key not in stored), key=len)
-    done = sum(len(ids) for key, ids in rows.items() if key in stored)
-    progress(done)
+    before, new = sum(len(ids) for key, ids in rows.items() if key in stored), 0
+    progress(before, new)
     needed, free = 2 * width * sum(map(len, missing)), shutil.disk_usage(folder).free
     if needed > free:
         raise ValueError(f"features: {needed / 1e9:.1f} GB are needed, but {free / 1e9:.1f} GB are free in {folder}")
     for group in _groups(missing, SHARD_TOKENS, padded=False):
         states = [s for batch in _groups(group, BATCH_TOKENS, padded=True) for s in _states_of_each(batch, states_of)]
         _write(folder, group, [each.bfloat16() for each in states], made_with)
-        done += sum(map(len, group))
-        progress(done)
+        new += sum(map(len, group))
+        progress(before + new, new)
     return len(missing)
 
 
