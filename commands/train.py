@@ -97,15 +97,26 @@ def build_trainer(args: TrainArguments, settings, drafter, target, rows) -> DFla
     """The trainer with its data."""
     parts = split_rows(args, rows)
     train, validation = (to_sequences(part, args.max_length) for part in parts)
-    if not len(train) or not len(validation):
-        raise ValueError(
-            f"max_length is {args.max_length}, which leaves no response token of any training or validation row"
-        )
+    check_rows(args.max_length, settings, train, validation)
     features = None
     if args.features:
         features = FeatureStore(args.features, features_made_with(target, drafter.config))
         features.check([*train, *validation])
     return DFlareTrainer(drafter, target, settings, features, train_dataset=train, eval_dataset=validation)
+
+
+def check_rows(max_length: int, settings: DFlareTrainingArguments, train: Dataset, validation: Dataset) -> None:
+    """Raises `ValueError` where rows cannot be trained on, or not be judged by as is wanted."""
+    if not len(train) or not len(validation):
+        raise ValueError(
+            f"max_length is {max_length}, which leaves no response token of any training or validation row"
+        )
+    wanted = settings.metric_for_best_model or ""
+    if wanted.endswith("acceptance_length") and not any(validation["greedy"]):
+        raise ValueError(
+            f"trainer.metric_for_best_model is {wanted!r}, but none of the {len(validation)} validation rows is greedy, "
+            "and an acceptance length is that of greedy ones"
+        )
 
 
 def build_drafter(args: TrainArguments, target, tokenizer) -> DFlareForBlockDiffusion:

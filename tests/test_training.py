@@ -12,6 +12,7 @@ from transformers import AutoModel, EarlyStoppingCallback, TrainerCallback
 
 import zoo
 from dflare.commands.main import main
+from dflare.commands.train import check_rows
 from dflare.training.data import load_responses, pad_with_every_anchor, response_token_ids, to_sequences
 from dflare.training.store import read_rows
 from dflare.training.trainer import DFlareTrainer, DFlareTrainingArguments, sequence_statistics
@@ -100,8 +101,13 @@ def test_what_cannot_be_trained_is_refused_at_once(tmp_path, target):
         make_trainer(tmp_path, target, tiny_drafter(tiny_target(num_hidden_layers=7)), rows)
     with pytest.raises(ValueError, match="neftune_noise_alpha is 1.0"):
         make_trainer(tmp_path, target, tiny_drafter(target), rows, neftune_noise_alpha=1.0)
-    with pytest.raises(ValueError, match="include_for_metrics is"):
-        make_trainer(tmp_path, target, tiny_drafter(target), rows, include_for_metrics=["inputs"])
+    for name, value in (("include_for_metrics", ["inputs"]), ("batch_eval_metrics", True)):
+        with pytest.raises(ValueError, match=f"{name} is"):
+            make_trainer(tmp_path, target, tiny_drafter(target), rows, **{name: value})
+    sampled = to_sequences(Dataset.from_list([{**row, "temperature": 1.0} for row in rows]), max_length=64)
+    settings = DFlareTrainingArguments(str(tmp_path), metric_for_best_model="eval_acceptance_length", use_cpu=True)
+    with pytest.raises(ValueError, match="none of the 4 validation rows is greedy"):
+        check_rows(64, settings, sampled, sampled)
     linear = zoo.build("Qwen3-Next")
     with pytest.raises(ValueError, match="linear_attention, whose state cannot be rolled back"):
         make_trainer(tmp_path, linear, tiny_drafter(linear), rows)

@@ -325,10 +325,9 @@ def check_arguments(args: DFlareTrainingArguments) -> None:
         raise ValueError(
             f"neftune_noise_alpha is {args.neftune_noise_alpha}, but a drafter has no embedding of its own"
         )
-    if args.include_for_metrics:
-        raise ValueError(
-            f"include_for_metrics is {args.include_for_metrics}; metrics are given counts of each sequence alone"
-        )
+    for name in ("include_for_metrics", "batch_eval_metrics"):
+        if value := getattr(args, name):
+            raise ValueError(f"{name} is {value}; metrics are given counts of each sequence, after all batches")
 
 
 @torch.no_grad()
