@@ -4,7 +4,9 @@ objectives, and settings. All are trained for the same number of steps on the sa
 A run that goes on does what is missing. Further flags go to each `dflare train`, where an arm does not say otherwise.
 
     python benchmarks/ablations.py --data responses.parquet --features FEATURES --validation validation.parquet \\
-        --runs runs/ablations --output benchmarks/results/ablations.json --trainer.num_anchors 32
+        --runs runs/ablations --output benchmarks/results/ablations.json
+
+The arm with 5 taps reads its features from FEATURES-5-taps (`dflare data --drafter.num_taps 5 --features FEATURES-5-taps`).
 
 Acceptance length is that of a greedy walk through the validation rows' blocks, as `dflare train` reports it.
 """
@@ -22,6 +24,15 @@ from pathlib import Path
 from prompts import report_file
 
 BASE = "dflare"
+# What differs from the recipe: the paper's optimiser, and short steps, for there are many runs.
+COMMON: dict[str, object] = {
+    "trainer.muon": False,
+    "trainer.learning_rate": 1e-3,
+    "trainer.gradient_accumulation_steps": 1,
+    "trainer.fusion_lr_scale": 10.0,
+    "trainer.num_anchors": 32,
+    "trainer.keep_states": False,
+}
 ARMS: dict[str, dict[str, object]] = {
     BASE: {},
     # The paper's ablations.
@@ -32,6 +43,7 @@ ARMS: dict[str, dict[str, object]] = {
     "DFlash": {"drafter.fusion": "shared_fc", "drafter.separate_context_kv": False},
     "1 layer": {"drafter.num_hidden_layers": 1},
     "3 layers": {"drafter.num_hidden_layers": 3},
+    "5 taps": {"drafter.num_taps": 5, "features": "{features}-5-taps"},
     # Other objectives.
     "KL, half": {"trainer.distillation": "kl"},
     "KL alone": {"trainer.distillation": "kl", "trainer.distillation_share": 1.0},
@@ -39,13 +51,13 @@ ARMS: dict[str, dict[str, object]] = {
     "expected length": {"trainer.weighting": "expected_length"},
     "until failure": {"trainer.weighting": "until_failure"},
     # Settings.
+    "Muon": {"trainer.muon": True, "trainer.learning_rate": 4e-3},
     "blocks of 16": {"drafter.block_size": 16},
     "start from the target's last layers": {"start_layers": "last"},
     "3 key/value heads": {"drafter.num_key_value_heads": 3},
     "gamma 2": {"trainer.gamma": 2.0},
     "twice the learning rate": {"trainer.learning_rate": 2e-3},
     "half the learning rate": {"trainer.learning_rate": 5e-4},
-    "twice the anchors": {"trainer.num_anchors": 64},
     "fusion at the common rate": {"trainer.fusion_lr_scale": 1.0},
     "final norm from 1": {"final_norm_start": 1.0},
 }
@@ -61,10 +73,9 @@ def train(arm: str, seed: int, args: argparse.Namespace) -> dict:
         flags = {
             "config": args.recipe, "data": args.data, "features": args.features, "validation_data": args.validation,
             "output_dir": folder, "seed": seed, "threads": 1, "trainer.max_steps": args.steps,
-            "trainer.eval_strategy": "no", "trainer.keep_states": False, "trainer.save_strategy": "no",
-            **args.flags, **ARMS[arm],
+            "trainer.eval_strategy": "no", "trainer.save_strategy": "no", **COMMON, **args.flags, **ARMS[arm],
         }  # fmt: skip
-        words = [word for name, value in flags.items() for word in (f"--{name}", _text(value))]
+        words = [word for name, value in flags.items() for word in (f"--{name}", _text(value).format(**vars(args)))]
         command = [str(Path(sys.executable).with_name("dflare")), "train", *words]
         done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         if done.returncode:
