@@ -8,12 +8,14 @@ They are large, (taps + 1) x hidden size x 2 bytes a token: right for a small ta
 
 import hashlib
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -72,7 +74,8 @@ def sequence_key(input_ids: torch.Tensor) -> bytes:
 
 class FeatureStore(Mapping):
     """
-    The states (S, T + 1, H), in bf16, of each sequence in a folder, by its `sequence_key`. They are read when asked for.
+    The states (S, T + 1, H), in bf16, of each sequence in a folder, by its `sequence_key`. They are read when asked for, by
+    plain reads: through memory maps a step of the small drafter took 2.9 s instead of 2.3 (31 GB of shards, 24 of memory).
 
     Args:
         folder: its shards may lie in folders below, as those of `dflare data --shard` do.
@@ -83,7 +86,7 @@ class FeatureStore(Mapping):
 
     def __init__(self, folder: str | Path, made_with: dict):
         self.folder = Path(folder)
-        self.places: dict[bytes, tuple[Any, int, int]] = {}
+        self.places: dict[bytes, tuple[_States, int, int]] = {}
         shards = sorted(self.folder.rglob("*.safetensors"))
         if not shards:
             raise ValueError(f"features: {folder} holds no shard; `dflare data --features {folder}` makes them")
@@ -91,8 +94,8 @@ class FeatureStore(Mapping):
             self._open(shard, made_with)
 
     def __getitem__(self, key: bytes) -> torch.Tensor:
-        shard, start, end = self.places[key]
-        return shard.get_slice("states")[start:end]
+        states, start, end = self.places[key]
+        return states.read(start, end)
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(self.places)
@@ -121,13 +124,30 @@ class FeatureStore(Mapping):
         for key, value in made_with.items():
             if found.get(key) != value:
                 raise ValueError(f"features: {key} is {value!r} here, but {path} was made with {found.get(key)!r}")
-        width = found["hidden_size"], len(found["target_layer_ids"]) + 1
-        if shard.get_slice("states").get_shape() != [sum(lengths), width[1], width[0]] or len(ids) != sum(lengths):
+        width = len(found["target_layer_ids"]) + 1, found["hidden_size"]
+        if shard.get_slice("states").get_shape() != [sum(lengths), *width] or len(ids) != sum(lengths):
             raise ValueError(f"features: {path} is damaged (its parts do not fit); delete it, and it is made again")
-        start = 0
+        states, start = _States(path, *width), 0
         for sequence in ids.split(lengths):
-            self.places[sequence_key(sequence)] = (shard, start, start + len(sequence))
+            self.places[sequence_key(sequence)] = (states, start, start + len(sequence))
             start += len(sequence)
+
+
+class _States:
+    """The bf16 tensor `states` (n, T + 1, H) in a safetensors file: where it begins there, to read some of its rows."""
+
+    def __init__(self, path: Path, *width: int):
+        self.path, self.width = path, width
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            self.begin = 8 + size + json.loads(file.read(size))["states"]["data_offsets"][0]
+
+    def read(self, start: int, end: int) -> torch.Tensor:
+        """Its rows from `start` to `end`."""
+        row = math.prod(self.width)
+        place = {"count": (end - start) * row, "offset": self.begin + 2 * start * row}
+        numbers = torch.from_numpy(np.fromfile(self.path, dtype=np.int16, **place))
+        return numbers.view(torch.bfloat16).view(end - start, *self.width)
 
 
 def write_features(
