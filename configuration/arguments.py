@@ -81,7 +81,7 @@ class Source:
         "Columns with the user's text, turns or messages; texts of several are joined.", ["turns"]
     )
     format: str = setting(
-        "What a conversation's first turn is put into, at {}; benchmarks are compared with what it is without.",
+        "What a conversation's first turn is put into, at the first {}; benchmarks are compared with what it is without.",
         "{}",
     )
     share: float | None = setting("Weight in the mixture; by default every row is taken.", None, least=1e-9)

@@ -431,6 +431,10 @@ def test_a_recipe_with_sources_shards_and_benchmarks(files, capsys):
     assert removed in ([], [{"id": f"{mine}/3", "reason": "identical", "benchmarks": ["bench"]}])
 
 
+def test_a_format_is_filled_at_its_first_braces_alone():
+    assert Prompt("a", ("1 + {} = 3",), format="{} In \\boxed{}.").opening == "1 + {} = 3 In \\boxed{}."
+
+
 def test_responses_without_a_token_are_refused(tmp_path):
     with pytest.raises(ValueError, match="no file"):
         load_responses(tmp_path / "none.parquet")

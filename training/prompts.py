@@ -36,7 +36,7 @@ class Prompt:
     @property
     def opening(self) -> str:
         """The first turn as the target is asked."""
-        return self.format.replace("{}", self.turns[0])
+        return self.format.replace("{}", self.turns[0], 1)
 
 
 def read_prompts(paths: Iterable[str | Path]) -> list[Prompt]:
