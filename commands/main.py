@@ -43,8 +43,8 @@ def main(argv: list[str] | None = None) -> int:
         dflare.register()
         return importlib.import_module(f"dflare.commands.{command}").run(arguments)
     except ModuleNotFoundError as error:
-        wanted = "demo" if command == "generate" else "train"
-        print(f"dflare {command}: error: {error}; run: pip install 'dflare[{wanted}]'", file=sys.stderr)
+        wanted = "demo" if command == "generate" else "server" if error.name == "openai" else "train"
+        print(f"dflare {command}: error: {error}; in the project's folder: pip install '.[{wanted}]'", file=sys.stderr)
         return 2
     except (ValueError, OSError) as error:
         print(f"dflare {command}: error: {error}", file=sys.stderr)

@@ -11,6 +11,7 @@ import torch
 from datasets import Dataset
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 
 from dflare import DFlareConfig, DFlareForBlockDiffusion
 from dflare.configuration.arguments import TrainArguments, check_name
@@ -63,7 +64,8 @@ def dry_run(args: TrainArguments, settings: DFlareTrainingArguments) -> int:
     """Says what the run will take; loads no weights."""
     target_config = AutoConfig.from_pretrained(resolve_target(args.target))
     target = estimate.empty(lambda: AutoModelForCausalLM.from_config(target_config))
-    drafter = estimate.empty(lambda: DFlareForBlockDiffusion(drafter_config(args.drafter, target_config, None)))
+    mask = {"mask_token_id": 0, **args.drafter}  # which one does not matter to sizes, and needs a tokenizer
+    drafter = estimate.empty(lambda: DFlareForBlockDiffusion(drafter_config(mask, target_config, None)))
     rows, tokens = data_size(args)
     run = estimate.Run(
         rows, tokens, settings.num_train_epochs, settings.per_device_train_batch_size,
@@ -78,8 +80,9 @@ def dry_run(args: TrainArguments, settings: DFlareTrainingArguments) -> int:
     )
     parts = ", ".join(f"{name} {size:.1f}" for name, size in memory.items())
     print(f"memory of a device, about: {sum(memory.values()):.0f} GB ({parts})")
+    each = hours / args.num_devices
     print(
-        f"about {hours:,.0f} device-hours, {hours / args.num_devices:,.0f} on each of {args.num_devices} "
+        f"about {hours:,.{int(hours < 10)}f} device-hours, {each:,.{int(each < 10)}f} on each of {args.num_devices} "
         f"({args.utilisation:.0%} of {args.device_tflops:g} TFLOPS)"
     )
     return 0
@@ -218,15 +221,28 @@ def training_arguments(args: TrainArguments) -> DFlareTrainingArguments:
         check_name("trainer", key, known)
         if isinstance(value, str) and set(typing.get_args(kinds[key]) or (kinds[key],)) <= NUMBERS:
             raise ValueError(f"trainer.{key} is {value!r}, but a number, true or false is expected")
+    given = {"seed": args.seed, **args.trainer}
+    if args.dry_run:
+        given["use_cpu"] = True  # for a recipe for GPUs is to be read on any machine
     try:
-        settings = DFlareTrainingArguments(output_dir=args.output_dir, **{"seed": args.seed, **args.trainer})
+        settings = DFlareTrainingArguments(output_dir=args.output_dir, **given)
     except (TypeError, ValueError) as error:
         raise ValueError(f"trainer: {' '.join(str(error).split())}") from None
-    if args.attention == "flex_attention" and settings.device.type == "cpu":
+    if not args.dry_run:
+        check_machine(args.attention, settings)
+    return settings
+
+
+def check_machine(attention: str, settings: DFlareTrainingArguments) -> None:
+    """Raises `ValueError` for what the run asks of this machine and it does not have."""
+    if attention == "flex_attention" and settings.device.type == "cpu":
         raise ValueError(
             "attention is flex_attention, whose backward pass torch has on GPUs alone; this run is on a CPU"
         )
-    return settings
+    installed = get_available_reporting_integrations()
+    for name in settings.report_to:
+        if name in INTEGRATION_TO_CALLBACK and name not in installed:
+            raise ValueError(f"trainer.report_to is {name!r}, which is not installed; found {installed or 'none'}")
 
 
 def _newest_first(output: Path) -> list[Path]:

@@ -152,6 +152,9 @@ def test_training_on_features_is_training_online(files, capsys):
     flex = ["--attention", "flex_attention", "--output_dir", str(files / "flex")]
     assert main(["train", "--config", str(recipe), *flex]) == 2
     assert "attention is flex_attention, whose backward pass" in capsys.readouterr().err
+    tracker = ["--trainer.report_to", "neptune", "--output_dir", str(files / "tracker")]
+    assert main(["train", "--config", str(recipe), *tracker]) == 2
+    assert "trainer.report_to is 'neptune', which is not installed" in capsys.readouterr().err
     wrong = ["--features", f"{files}/features", "--drafter.num_taps", "2", "--output_dir", str(files / "wrong")]
     assert main(["train", "--config", str(recipe), *wrong]) == 2
     assert "target_layer_ids is [1, 3] here, but" in capsys.readouterr().err

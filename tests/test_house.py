@@ -12,6 +12,7 @@ from dflare.commands.main import build_parser, main, underscored
 from dflare.configuration.arguments import SECTIONS, load_recipe, parse_sources, recipe_file, resolve
 
 ROOT = Path(__file__).parent.parent
+BEST = ["--trainer.load_best_model_at_end", "true", "--trainer.metric_for_best_model", "acceptance_length"]
 PLAIN = ("learning_rate", "gamma", "gamma_step", "num_anchors", "max_steps")  # kept as they are given
 RECIPES = sorted((ROOT / "configuration" / "recipes").rglob("*.yaml"))
 HUB_FILES = sorted((ROOT / "modeling_dflare").glob("*_dflare.py"))
@@ -71,8 +72,8 @@ def test_help_does_not_wait_for_torch(arguments):
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda file: file.stem)
 def test_recipes_are_understood(recipe):
     for section in load_recipe(recipe):
-        cpu = ["--trainer.use_cpu", "true"] if section == "train" else []  # where bf16 needs no GPU
-        namespace, extra = build_parser().parse_known_args([section, "--config", str(recipe), *cpu])
+        dry = ["--dry_run", *BEST] if section == "train" else []  # which needs no GPU
+        namespace, extra = build_parser().parse_known_args([section, "--config", str(recipe), *dry])
         arguments = resolve(SECTIONS[section], section, namespace, extra)
         if section == "data":
             parse_sources(arguments.sources)
