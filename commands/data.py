@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import pyarrow as pa
 from transformers import AutoConfig, AutoTokenizer
 
 from dflare.commands.progress import TokenProgress
@@ -18,7 +19,7 @@ from dflare.training.features import features_made_with, stored_features, target
 from dflare.training.prompts import Prompt, in_shard, read_benchmarks, stream_prompts
 from dflare.training.regenerate import Conversations, batched
 from dflare.training.start import drafter_config
-from dflare.training.store import ResponseStore, check_settings, conversation_of, read_rows
+from dflare.training.store import ResponseStore, check_settings, conversation_of, read_table
 
 MADE_WITH = ("target", "temperature", "top_p", "top_k", "max_new_tokens", "enable_thinking")
 CLEANED_AT_ONCE = 1000  # prompts
@@ -84,9 +85,10 @@ class _Work:
         self.index = BenchmarkIndex(read_benchmarks(args.benchmarks), tokenizer)
         self.hits: list[Hit] = []
         self.have = store.ids()
-        self.reusable: dict[str, list[dict]] = {}
-        for row in itertools.chain.from_iterable(map(read_rows, args.reuse)):
-            self.reusable.setdefault(conversation_of(row["id"]), []).append(row)
+        self.reusable: dict[str, list[tuple[pa.Table, int]]] = {}
+        for table in map(read_table, args.reuse):
+            for place, id in enumerate(table["id"].to_pylist()):
+                self.reusable.setdefault(conversation_of(id), []).append((table, place))
         self.drawn = self.reused = 0
 
     def clean(self) -> Iterator[list[Prompt]]:
@@ -103,7 +105,7 @@ class _Work:
         """The clean prompts without a response to be reused; the responses of the others are stored on the way."""
         for batch in self.clean():
             known = [p.id for p in batch if p.id in self.reusable and p.id not in self.have]
-            if rows := [row for id in known for row in self.reusable[id]]:
+            if rows := [table.slice(place, 1).to_pylist()[0] for id in known for table, place in self.reusable[id]]:
                 self.store.add(rows)
                 self.reused += len(rows)
             yield from (prompt for prompt in batch if prompt.id not in self.reusable)
@@ -114,7 +116,7 @@ class _Work:
         template = {} if args.enable_thinking is None else {"enable_thinking": args.enable_thinking}
         work = Conversations(self.tokenizer, make_engine, args.temperature, args.max_prompt_tokens, args.seed, template)
         prompts: Iterable[Prompt] = self.new() if args.sources else list(self.new())
-        total = len(prompts) if isinstance(prompts, list) else args.num_prompts
+        total = len(prompts) if isinstance(prompts, list) else args.num_prompts and args.num_prompts // self.shard[1]
         total = args.limit if total is None else min(total, args.limit or total)
         with TokenProgress() as progress:
             task, tokens = progress.add_task("Answering prompts", total=total, tokens=0), 0
@@ -135,7 +137,8 @@ class _Work:
             print(f"  {benchmark}: {count} {'identical' if reason == 'identical' else 'by a shared ' + reason}")
         if self.args.removed:
             lines = [json.dumps({"id": h.id, "reason": h.reason, "benchmarks": h.benchmarks}) for h in self.hits]
-            Path(self.args.removed).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            removed = Path(shard_file(self.args.removed, self.args.shard))
+            removed.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 def make_engine(args: DataArguments, folder: str) -> Engine:

@@ -5,13 +5,16 @@ import hashlib
 import json
 import math
 import typing
+from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow.compute as compute
 import torch
 from datasets import Dataset
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
+from transformers.utils import logging
 
 from dflare import DFlareConfig, DFlareForBlockDiffusion
 from dflare.configuration.arguments import TrainArguments, check_name
@@ -20,6 +23,7 @@ from dflare.training import estimate
 from dflare.training.data import load_responses, response_files, response_token_ids, to_sequences
 from dflare.training.features import FeatureStore, features_made_with
 from dflare.training.start import copy_target_layers, drafter_config, trained_drafter
+from dflare.training.store import made_with
 from dflare.training.trainer import DFlareTrainer, DFlareTrainingArguments
 
 # What a run's checkpoints depend on, besides its data and the drafter's config.
@@ -32,6 +36,7 @@ RUN_SETTINGS = (
     "validation_data",
     "seed",
 )
+logger = logging.get_logger(__name__)
 NUMBERS = {int, float, bool, type(None)}
 
 
@@ -43,14 +48,16 @@ def run(args: TrainArguments) -> int:
     if args.dry_run:
         return dry_run(args, settings)
     rows = load_responses(args.data)
+    check_maker(args)
     set_seed(args.seed)
     folder = resolve_target(args.target)
     # On the CPU first: which device is this rank's own is for the Trainer to say.
     target = load_pretrained("AutoModelForCausalLM", folder, args.target_dtype, "cpu")
+    check_ids(rows, target.config.get_text_config().vocab_size)
     drafter = build_drafter(args, target, AutoTokenizer.from_pretrained(folder))
     if args.draft_vocab_size:
         drafter.set_draft_vocabulary(response_token_ids(rows, args.draft_vocab_size))
-    checkpoint = checkpoint_to_resume(args, drafter.config)
+    checkpoint = checkpoint_to_resume(args, drafter.config, settings.should_save)
     trainer = build_trainer(args, settings, drafter, target, rows)
     print(f"{sum(p.numel() for p in drafter.parameters()):,} parameters; taps {drafter.config.target_layer_ids}")
     if checkpoint:
@@ -66,11 +73,13 @@ def dry_run(args: TrainArguments, settings: DFlareTrainingArguments) -> int:
     target = estimate.empty(lambda: AutoModelForCausalLM.from_config(target_config))
     mask = {"mask_token_id": 0, **args.drafter}  # which one does not matter to sizes, and needs a tokenizer
     drafter = estimate.empty(lambda: DFlareForBlockDiffusion(drafter_config(mask, target_config, None)))
+    drafter.config.draft_vocab_size = args.draft_vocab_size
     rows, tokens = data_size(args)
+    batch, budget = settings.per_device_train_batch_size, settings.anchor_budget
     run = estimate.Run(
-        rows, tokens, settings.num_train_epochs, settings.per_device_train_batch_size,
-        settings.gradient_accumulation_steps, args.num_devices, settings.num_anchors, args.device_tflops,
-        args.utilisation, settings.max_steps,
+        rows, tokens, settings.num_train_epochs, batch, settings.gradient_accumulation_steps, args.num_devices,
+        min(settings.num_anchors, (budget or math.inf) / batch), args.device_tflops, args.utilisation,
+        settings.max_steps, settings.gradient_checkpointing, bool(args.features),
     )  # fmt: skip
     hours = estimate.device_hours(drafter, target, target_config, run)
     memory = estimate.gigabytes(drafter, target, run)
@@ -89,7 +98,7 @@ def dry_run(args: TrainArguments, settings: DFlareTrainingArguments) -> int:
 
 
 def data_size(args: TrainArguments) -> tuple[int, int]:
-    """Rows, and tokens in each on average: of the data where it is there, else as told and half of `max_length`."""
+    """Rows, and tokens in each on average: as told and half of `max_length`, else those of the data."""
     if args.num_rows is not None:
         return args.num_rows, args.max_length // 2
     sequences = to_sequences(load_responses(args.data), args.max_length)
@@ -99,6 +108,8 @@ def data_size(args: TrainArguments) -> tuple[int, int]:
 def build_trainer(args: TrainArguments, settings, drafter, target, rows) -> DFlareTrainer:
     """The trainer with its data."""
     parts = split_rows(args, rows)
+    if settings.should_save:
+        _replace(Path(args.output_dir) / "validation.parquet", parts[1].to_parquet)
     train, validation = (to_sequences(part, args.max_length) for part in parts)
     check_rows(args.max_length, settings, train, validation)
     features = None
@@ -106,6 +117,24 @@ def build_trainer(args: TrainArguments, settings, drafter, target, rows) -> DFla
         features = FeatureStore(args.features, features_made_with(target, drafter.config))
         features.check([*train, *validation])
     return DFlareTrainer(drafter, target, settings, features, train_dataset=train, eval_dataset=validation)
+
+
+def check_maker(args: TrainArguments) -> None:
+    """Warns of responses that, by what their files say, another target made; a folder may be the same by another name."""
+    for file in response_files(args.data):
+        maker = made_with(file).get("target", args.target)
+        if Path(maker).name.lower() != Path(args.target).name.lower():
+            logger.warning(f"target is {args.target!r}, but {file} says that its responses are those of {maker!r}")
+
+
+def check_ids(rows: Dataset, vocab_size: int) -> None:
+    """Raises `ValueError` for token ids that the target does not have."""
+    for name in ("prompt_ids", "response_ids"):
+        largest = compute.max(compute.list_flatten(rows.data.column(name))).as_py() or 0
+        if largest >= vocab_size:
+            raise ValueError(
+                f"data: {name} holds the id {largest}, but the target's vocabulary has {vocab_size} tokens"
+            )
 
 
 def check_rows(max_length: int, settings: DFlareTrainingArguments, train: Dataset, validation: Dataset) -> None:
@@ -149,7 +178,7 @@ def fresh_drafter(args: TrainArguments, target, tokenizer) -> DFlareForBlockDiff
 
 
 def split_rows(args: TrainArguments, rows: Dataset) -> tuple[Dataset, Dataset]:
-    """Rows to train on and rows to validate on, which are kept beside the run: drawn by the seed, or given."""
+    """Rows to train on and rows to validate on: drawn by the seed, or given."""
     if args.validation_data:
         validation = load_responses(args.validation_data)
         held_back = set(validation["id"])
@@ -162,13 +191,13 @@ def split_rows(args: TrainArguments, rows: Dataset) -> tuple[Dataset, Dataset]:
         )
     if not len(train):
         raise ValueError(f"validation_data is {args.validation_data}, which holds every row of {args.data}")
-    validation.to_parquet(Path(args.output_dir) / "validation.parquet")
     return train, validation
 
 
-def checkpoint_to_resume(args: TrainArguments, config: DFlareConfig) -> str | None:
+def checkpoint_to_resume(args: TrainArguments, config: DFlareConfig, writes: bool = True) -> str | None:
     """
-    The newest whole checkpoint in `output_dir`, or None. What the run is made of is written there at its start.
+    The newest whole checkpoint in `output_dir`, or None. What the run is made of is written there at its start, by the rank
+    that `writes`.
 
     Raises:
         ValueError: if the checkpoints belong to a run with another drafter, target or data, naming field and values.
@@ -176,7 +205,7 @@ def checkpoint_to_resume(args: TrainArguments, config: DFlareConfig) -> str | No
     output = Path(args.output_dir)
     output.mkdir(parents=True, exist_ok=True)
     made_of = {key: getattr(args, key) for key in RUN_SETTINGS}
-    made_of["data"] = [hashlib.sha256(file.read_bytes()).hexdigest() for file in response_files(args.data)]
+    made_of["data"] = [_digest(file) for file in response_files(args.data)]
     made_of |= {f"drafter.{k}": v for k, v in config.to_dict().items() if k not in ("transformers_version", "dtype")}
     made_of = json.loads(json.dumps(made_of))
     record = output / "run.json"
@@ -189,7 +218,8 @@ def checkpoint_to_resume(args: TrainArguments, config: DFlareConfig) -> str | No
                     f"{key} is {value!r}, but the checkpoints in {output} were made with {before.get(key)!r}; choose "
                     "another output_dir"
                 )
-    _write_json(record, made_of)
+    if writes:
+        _write_json(record, made_of)
     return str(checkpoints[0]) if checkpoints else None
 
 
@@ -207,7 +237,7 @@ def save(trainer: DFlareTrainer, args: TrainArguments) -> None:
         return
     report = {"arguments": dataclasses.asdict(args), "evaluation": metrics, "log": trainer.state.log_history}
     _write_json(output / "training.json", report)
-    length = metrics["eval_acceptance_length"]
+    length = metrics.get("eval_acceptance_length", math.nan)  # missing where dataloader_drop_last left no row
     print(f"acceptance length {length:.3f} on held-back prompts; drafter in {output / 'drafter'}")
     if math.isnan(length):
         print("no held-back response is greedy, so there is no acceptance length; regenerate some with temperature 0")
@@ -263,6 +293,19 @@ def _is_whole(checkpoint: Path) -> bool:
 def _write_json(path: Path, content: dict) -> None:
     """Writes strict JSON (NaN becomes null) in one go."""
     strict = json.loads(json.dumps(content), parse_constant=lambda name: None)
+    _replace(path, lambda file: file.write_text(json.dumps(strict, indent=1) + "\n", encoding="utf-8"))
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Lets `write` make the file in one go."""
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(strict, indent=1) + "\n", encoding="utf-8")
+    write(temporary)
     temporary.replace(path)
+
+
+def _digest(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as content:
+        while piece := content.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()

@@ -107,7 +107,9 @@ class DataArguments:
     output: str = setting("Parquet file to write; a killed run goes on where it was.")
     target: str = setting(f"Hub id or folder of the target; {DEFAULT_TARGET} is the embedded one.", DEFAULT_TARGET)
     benchmarks: list[str] = setting("JSONL files or folders whose prompts must not be trained on.", [])
-    removed: str | None = setting("JSONL file for a list of what is removed as a benchmark's, and why.", None)
+    removed: str | None = setting(
+        "JSONL file for a list of what is removed as a benchmark's; one for each shard.", None
+    )
     reuse: list[str] = setting("Parquet files with responses of this target that need not be generated again.", [])
     limit: int | None = setting("Prompts to answer newly at most; by default all.", None, least=0)
     shard: str | None = setting("K/N: answer the K-th of N parts of the prompts, for a machine each.", None)

@@ -136,6 +136,9 @@ class DFlareConfig(Qwen3Config):
         least |= {key: 1 for key in ("num_draft_tokens", "draft_vocab_size") if getattr(self, key) is not None}
         for key, low in least.items():
             _require_int(key, getattr(self, key), low)
+        for key in ("fusion_softmax", "fusion_fc", "separate_context_kv"):
+            if not isinstance(getattr(self, key), bool):
+                raise ValueError(f"{key} is {getattr(self, key)!r}; true or false is expected")
         if self.fusion not in FUSIONS:
             raise ValueError(f"fusion is {self.fusion!r}; known are {', '.join(FUSIONS)}")
         if self.fusion_fc and self.fusion != "layerwise":

@@ -23,7 +23,7 @@ from dflare.configuration.arguments import parse_sources
 from dflare.training.data import load_responses, to_sequences
 from dflare.training.decontaminate import NGRAM, BenchmarkIndex, gram_hashes
 from dflare.training.engines import Decoding, ServerEngine, TransformersEngine
-from dflare.training.prompts import Prompt, in_shard, read_prompts, stream_prompts, to_prompt
+from dflare.training.prompts import Prompt, in_shard, read_prompts, read_source, stream_prompts, to_prompt
 from dflare.training.regenerate import Conversations
 from dflare.training.store import SCHEMA, ResponseStore, conversation_of, read_rows, turn_id
 from helpers import WORDS, greedy, word_tokenizer
@@ -35,6 +35,7 @@ def conversations(tokenizer, target, limit=15, max_prompt_tokens=60, temperature
 
 
 def jsonl(path, rows) -> str:
+    path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
@@ -113,6 +114,15 @@ def test_mixtures_take_their_shares_in_an_order_that_the_seed_decides(tmp_path):
     assert all(by_id.get(prompt.id, prompt.turns) == prompt.turns for prompt in other)  # ids name rows, not places
     with pytest.raises(ValueError, match="num_prompts is missing"):
         draw(0, None)
+
+
+def test_rows_of_several_files_are_told_apart_by_their_content(tmp_path):
+    for name in "abcd":
+        jsonl(tmp_path / "many" / f"{name}.jsonl", [{"text": f"{name}{i}"} for i in range(5)] + [{"text": "same"}])
+    source = parse_sources([{"path": str(tmp_path / "many"), "columns": ["text"]}])[0]
+    first, second = ({prompt.id: prompt.turns for prompt in read_source(source, seed)} for seed in (0, 1))
+    assert first == second and len(first) == 21 and len(set(first.values())) == 21
+    assert len(list(read_source(source, 0))) == 21  # none twice
 
 
 @pytest.mark.parametrize(
@@ -259,6 +269,18 @@ def test_templates_that_hide_earlier_thinking_give_rows_as_the_target_saw_them()
         assert first["response_ids"] == think
         shown = tokenizer.convert_ids_to_tokens(second["prompt_ids"])
         assert "w21" in shown and "w20" not in shown and ("w58" in shown) == thinking
+
+
+def test_a_template_that_refuses_system_prompts_is_given_them_with_the_first_turn():
+    template = (
+        "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+        "<{{ m['role'] }}> {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    tokenizer = word_tokenizer(template)
+    engine = Parrot([([5, 2], "stop"), ([5, 2], "stop")])
+    rows = Conversations(tokenizer, lambda: engine, 0.0, 60).answer([Prompt("a", ("w1",), "w9"), Prompt("b", ("w2",))])
+    texts = [[w for w in tokenizer.convert_ids_to_tokens(row["prompt_ids"]) if w in WORDS] for row in rows]
+    assert texts == [["w9", "w1"], ["w2"]]
 
 
 def test_a_conversation_ends_before_a_turn_that_is_too_long(tokenizer):
@@ -427,8 +449,9 @@ def test_a_recipe_with_sources_shards_and_benchmarks(files, capsys):
     assert names == {f"{mine}/{i}" for i in range(30) if i != 3}
     assert len(load_responses(files / "all-*.parquet")) == 29
     assert "bench: 1 identical" in capsys.readouterr().out
-    removed = [json.loads(line) for line in (files / "removed.jsonl").read_text().splitlines()]
-    assert removed in ([], [{"id": f"{mine}/3", "reason": "identical", "benchmarks": ["bench"]}])
+    lists = [files / f"removed-0000{shard}-of-00002.jsonl" for shard in (1, 2)]
+    removed = [json.loads(line) for file in lists for line in file.read_text().splitlines()]
+    assert removed == [{"id": f"{mine}/3", "reason": "identical", "benchmarks": ["bench"]}]
 
 
 def test_a_format_is_filled_at_its_first_braces_alone():

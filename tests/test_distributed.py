@@ -33,6 +33,11 @@ def train(folder: Path, ranks: int, batch: int, *kind: str) -> tuple[dict, dict]
     return report, load_file(folder / "saved" / "model.safetensors")
 
 
+def hub_files(folder: Path) -> tuple[dict, set[str]]:
+    """What loads a saved drafter without the package: where its classes stand, and the code."""
+    return json.loads((folder / "config.json").read_text())["auto_map"], {file.name for file in folder.glob("*.py")}
+
+
 @pytest.fixture(scope="module")
 def alone(talker, tmp_path_factory):
     """What one rank gives, and the rows it was trained on."""
@@ -51,6 +56,7 @@ def test_two_ranks_are_one(tmp_path, alone, kind):
     for key in ("eval_loss", "eval_acceptance_length", "eval_accuracy_1"):
         assert other["metrics"][key] == pytest.approx(report["metrics"][key], rel=1e-4)
     assert weights.keys() == others_weights.keys()
+    assert hub_files(tmp_path / "saved") == hub_files(folder / "saved")
     for name, tensor in weights.items():
         torch.testing.assert_close(others_weights[name], tensor, rtol=1e-3, atol=1e-4)
 

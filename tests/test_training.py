@@ -12,9 +12,10 @@ from transformers import AutoModel, EarlyStoppingCallback, TrainerCallback
 
 import zoo
 from dflare.commands.main import main
-from dflare.commands.train import check_rows
+from dflare.commands.train import check_rows, checkpoint_to_resume
+from dflare.configuration.arguments import TrainArguments
 from dflare.training.data import load_responses, pad_with_every_anchor, response_token_ids, to_sequences
-from dflare.training.store import read_rows
+from dflare.training.store import ResponseStore, read_rows
 from dflare.training.trainer import DFlareTrainer, DFlareTrainingArguments, sequence_statistics
 from helpers import greedy, response_rows, tiny_drafter, tiny_target
 
@@ -101,8 +102,16 @@ def test_what_cannot_be_trained_is_refused_at_once(tmp_path, target):
         make_trainer(tmp_path, target, tiny_drafter(tiny_target(num_hidden_layers=7)), rows)
     with pytest.raises(ValueError, match="neftune_noise_alpha is 1.0"):
         make_trainer(tmp_path, target, tiny_drafter(target), rows, neftune_noise_alpha=1.0)
-    for name, value in (("include_for_metrics", ["inputs"]), ("batch_eval_metrics", True)):
-        with pytest.raises(ValueError, match=f"{name} is"):
+    refused = {
+        "include_for_metrics": ["inputs"],
+        "batch_eval_metrics": True,
+        "label_smoothing_factor": 0.1,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
+        "num_anchors": 2.5,
+        "gradient_accumulation_steps": 0,
+    }
+    for name, value in refused.items():
+        with pytest.raises(ValueError, match=f"{name} (is|has)"):
             make_trainer(tmp_path, target, tiny_drafter(target), rows, **{name: value})
     sampled = to_sequences(Dataset.from_list([{**row, "temperature": 1.0} for row in rows]), max_length=64)
     settings = DFlareTrainingArguments(str(tmp_path), metric_for_best_model="eval_acceptance_length", use_cpu=True)
@@ -352,6 +361,27 @@ def test_data_and_train_commands_make_a_drafter_that_loads(files, capsys):
     assert torch.equal(AutoModel.from_pretrained(run / "drafter").norm.weight, first)
 
 
+def test_responses_of_another_target_are_said(files, capsys, caplog):
+    """A name in the file that differs is warned of, for a folder may be the same; ids that the target lacks end the run."""
+    row = {"id": "a", "prompt_ids": [4, 5], "response_ids": [6, 7, 8, 2], "temperature": 0.0, "finish_reason": "stop"}
+    words = ["train", "--target", f"{files}/target", "--output_dir", f"{files}/other", "--trainer.use_cpu", "true"]
+    for name, change in (("own", {}), ("foreign", {"response_ids": [6, 8000]})):
+        store = ResponseStore(files / f"{name}.parquet", {"target": "Qwen/Qwen3-8B"})
+        store.add([{**row, **change}])
+        store.finish()
+        assert main([*words, "--data", f"{files}/{name}.parquet"]) == 2
+    assert "response_ids holds the id 8000, but the target's vocabulary has" in capsys.readouterr().err
+    assert "own.parquet says that its responses are those of 'Qwen/Qwen3-8B'" in caplog.text
+
+
+def test_only_the_writing_rank_leaves_files(tmp_path, target):
+    (tmp_path / "data.parquet").write_bytes(b"anything")
+    args = TrainArguments(data=str(tmp_path / "data.parquet"), output_dir=str(tmp_path / "run"))
+    config = tiny_drafter(target).config
+    assert checkpoint_to_resume(args, config, writes=False) is None and not list((tmp_path / "run").iterdir())
+    assert checkpoint_to_resume(args, config) is None and [f.name for f in (tmp_path / "run").iterdir()] == ["run.json"]
+
+
 def test_training_goes_on_from_a_trained_drafter(files, capsys):
     data, first, second = files / "out.parquet", files / "first", files / "second"
     recipe = files / "recipe.yaml"
@@ -377,6 +407,13 @@ def test_training_goes_on_from_a_trained_drafter(files, capsys):
     assert evaluations[0]["eval_loss"] == pytest.approx(evaluations[1]["eval_loss"], rel=1e-2)  # bf16 weights
     assert {row["id"] for row in read_rows(second / "validation.parquet")} == held_back
     # What does not fit the drafter, its target or the data is said.
+    fresh = ["train", "--config", str(recipe), "--output_dir", str(files / "fresh")]
+    for flags, message in (
+        (["--drafter.fusion_softmax", "False"], "fusion_softmax is 'False'; true or false is expected"),
+        (["--drafter.rms_norm_eps", "tiny"], "rms_norm_eps"),
+    ):
+        assert main([*fresh, *flags]) == 2
+        assert message in capsys.readouterr().err
     assert main([*onward, "--drafter.block_size", "5"]) == 2
     assert "drafter.block_size is 5, but 4 in" in capsys.readouterr().err
     assert main([*onward, "--output_dir", str(files / "third"), "--validation_data", str(data)]) == 2

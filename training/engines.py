@@ -126,7 +126,8 @@ class ServerEngine:
             return await asyncio.gather(*map(one, prompts, seeds))
 
     async def _ask(self, client, prompt: Sequence[int], seed: int) -> Answer:
-        options = {"return_token_ids": True} | ({"top_k": self.decoding.top_k} if self.decoding.top_k else {})
+        # What is not sent, a server takes from the model's generation config; -1 means all tokens.
+        options = {"return_token_ids": True, "top_k": self.decoding.top_k or -1}
         completion = await client.completions.create(
             model=self.model,
             prompt=list(prompt),

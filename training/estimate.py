@@ -27,6 +27,7 @@ class Run:
         rows: sequences of an epoch. tokens: in each on average. batch: sequences of a device and step.
         accumulation: batches of a step. devices: that share the work.
         anchors: of a sequence. tflops: a device's peak in bf16. utilisation: the share of it that is reached.
+        checkpointing: whether layers' activations are computed again. features: whether the target's states are stored.
     """
 
     rows: int
@@ -35,10 +36,12 @@ class Run:
     batch: int
     accumulation: int
     devices: int
-    anchors: int
+    anchors: float
     tflops: float
     utilisation: float
     max_steps: int = -1
+    checkpointing: bool = False
+    features: bool = False
 
     @property
     def steps(self) -> int:
@@ -73,14 +76,16 @@ def gigabytes(drafter: nn.Module, target: nn.Module, run: Run, target_bytes: int
     config: Any = drafter.config
     slots = run.batch * run.anchors * config.block_size
     tokens = run.batch * run.tokens
-    kept = slots * config.num_hidden_layers * ACTIVATIONS * config.hidden_size
+    kept = slots * (config.num_hidden_layers * (1 if run.checkpointing else ACTIVATIONS)) * config.hidden_size
+    head = config.vocab_size * config.hidden_size
+    resident = head * (1 if target.config.get_text_config().tie_word_embeddings else 2)
     context = tokens * config.hidden_size * (config.num_taps + 2 * config.num_hidden_layers)
     parts = {
-        "target": parameters(target) * target_bytes,
+        "target": (resident if run.features else parameters(target)) * target_bytes,
         "drafter and optimiser": parameters(drafter) * (ADAM_BYTES + AUTOCAST_BYTES),
         "taps and context": context * 2,
         "blocks": kept * 2 + slots * (tokens // run.batch + slots // run.batch),  # and the boolean mask
-        "logits": 2 * ROWS_AT_ONCE * config.vocab_size * 4,
+        "logits": 2 * ROWS_AT_ONCE * (config.draft_vocab_size or config.vocab_size) * 4,
     }
     return {name: size / 1e9 for name, size in parts.items()}
 
@@ -91,10 +96,13 @@ def operations(drafter: nn.Module, target: nn.Module, target_config, run: Run) -
     slots, width = run.anchors * config.block_size, config.head_dim * config.num_key_value_heads
     context = 2 * config.num_hidden_layers * config.hidden_size * width  # keys and values of a token
     scores = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * (run.tokens / 2)
-    head = config.vocab_size * config.hidden_size * (config.block_size - 1) / config.block_size
+    rows = config.draft_vocab_size or config.vocab_size
+    head = rows * config.hidden_size * (config.block_size - 1) / config.block_size
     forward = slots * (parameters(drafter) - context + scores) + run.tokens * context
     # The head is frozen: its backward pass makes the states' gradient only.
-    return 2 * (run.tokens * active_parameters(target, target_config) + BACKWARD * forward + 2 * slots * head)
+    passes = BACKWARD + run.checkpointing
+    states = 0 if run.features else run.tokens * active_parameters(target, target_config)
+    return 2 * (states + passes * forward + 2 * slots * head)
 
 
 def device_hours(drafter: nn.Module, target: nn.Module, target_config, run: Run) -> float:

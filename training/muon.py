@@ -26,10 +26,12 @@ class MuonAndAdamW(torch.optim.Optimizer):
             for name, tensor in parameters.items()
             if not _is_matrix(name, tensor)
         ]
-        self.parts: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(groups, lr=lr, weight_decay=0.0, **adamw),
-        ]
+        self.parts: list[torch.optim.Optimizer] = []
+        if matrices:
+            muon = torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+            self.parts.append(muon)
+        if groups:  # an adapter may have matrices alone
+            self.parts.append(torch.optim.AdamW(groups, lr=lr, weight_decay=0.0, **adamw))
         super().__init__(list(parameters.values()), {"lr": lr})
 
     @property

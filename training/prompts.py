@@ -3,6 +3,8 @@ Prompts: the user's side of conversations, from JSONL files and from any dataset
 its share from each source, in an order that the seed alone decides.
 """
 
+import dataclasses
+import hashlib
 import itertools
 import json
 import random
@@ -91,7 +93,9 @@ def stream_prompts(
 
 def read_source(source: Source, seed: int) -> Iterator[Prompt]:
     """
-    A dataset's prompts, streamed in an order drawn by the seed; rows without a user's text are left out and counted.
+    A dataset's prompts, streamed in an order drawn by the seed; rows without a user's text are left out and counted. An id
+    ends in the row's place in a dataset of one file, else, since `datasets` counts anew in each file once it shuffles them,
+    in a hash of its content; of rows of the same content one is taken.
 
     Raises:
         ValueError: if the dataset cannot be loaded or lacks a column, naming both.
@@ -109,14 +113,22 @@ def read_source(source: Source, seed: int) -> Iterator[Prompt]:
     numbered = rows.map(
         lambda row, place: {"place": place, "row": row}, with_indices=True, remove_columns=rows.column_names
     )
-    empty = 0
+    empty, seen = 0, set()
     for entry in numbered.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER):
-        if prompt := to_prompt(f"{source.title}/{entry['place']}", entry["row"], source):
+        prompt = to_prompt(f"{source.title}/{entry['place']}", entry["row"], source)
+        if prompt and rows.num_shards > 1:
+            prompt = dataclasses.replace(prompt, id=f"{source.title}/{content_hash(prompt)}")
+        if prompt and prompt.id not in seen:
+            seen.add(prompt.id)
             yield prompt
-        else:
-            empty += 1
+        empty += prompt is None
     if empty:
         logger.warning(f"{empty} rows of {source.path} hold no text of a user and were left out")
+
+
+def content_hash(prompt: Prompt) -> str:
+    """16 hexadecimal digits that stand for a prompt's texts."""
+    return hashlib.sha256(json.dumps([prompt.system, prompt.turns]).encode()).hexdigest()[:16]
 
 
 def to_prompt(id: str, row: dict, source: Source) -> Prompt | None:

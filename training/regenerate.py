@@ -12,10 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jinja2 import TemplateError
+from transformers.utils import logging
+
 from .engines import Engine
 from .prompts import Prompt
 from .store import SCHEMA, turn_id
 
+logger = logging.get_logger(__name__)
 WINDOW = 64  # batches that are sorted by length together
 
 
@@ -96,9 +100,24 @@ class Conversations:
         """The seed of one row's answer."""
         return zlib.crc32(f"{self.seed} {name}".encode())
 
+    @functools.cached_property
+    def takes_system(self) -> bool:
+        """Whether the template has a place for a system prompt; some refuse it."""
+        try:
+            self.encode([[{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]])
+        except TemplateError:
+            logger.warning(
+                "the target's chat template refuses system prompts; each is put before the first turn instead"
+            )
+            return False
+        return True
+
     def _opening(self, prompt: Prompt) -> list[dict]:
-        system = [{"role": "system", "content": prompt.system}] if prompt.system else []
-        return [*system, {"role": "user", "content": prompt.opening}]
+        if not prompt.system:
+            return [{"role": "user", "content": prompt.opening}]
+        if not self.takes_system:
+            return [{"role": "user", "content": f"{prompt.system}\n\n{prompt.opening}"}]
+        return [{"role": "system", "content": prompt.system}, {"role": "user", "content": prompt.opening}]
 
     def _message(self, token_ids: list[int]) -> dict:
         """A response as the template wants it in later turns; tokenizers that tell thinking from content do so."""

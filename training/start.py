@@ -3,6 +3,7 @@
 from typing import Any, cast
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from dflare import DFlareConfig, DFlareForBlockDiffusion
 from dflare.checks_dflare import check_sizes
@@ -15,11 +16,11 @@ OPTIONAL_NORMS = ("q_norm.weight", "k_norm.weight")
 
 
 def drafter_config(settings: dict, target_config, tokenizer) -> DFlareConfig:
-    """The config of a fresh drafter; `settings` are arguments of `DFlareConfig.from_target`."""
+    """The config of a fresh drafter; `settings` are arguments of `DFlareConfig.from_target`, or `ValueError`."""
     try:
         return DFlareConfig.from_target(target_config, tokenizer=tokenizer, **settings)
-    except TypeError as error:
-        raise ValueError(f"drafter: {error}") from None
+    except (TypeError, StrictDataclassError) as error:
+        raise ValueError(f"drafter: {' '.join(str(error).split())}") from None
 
 
 def trained_drafter(folder: str, settings: dict, target) -> DFlareForBlockDiffusion:

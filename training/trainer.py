@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalPrediction
@@ -57,7 +58,7 @@ class DFlareTrainingArguments(TrainingArguments):
     num_anchors: int = field(default=512, metadata={"help": "Anchors per sequence at most."})
     anchor_budget: int | None = field(
         default=None,
-        metadata={"help": "Anchors per device and batch at most; by default num_anchors alone bounds them."},
+        metadata={"help": "Anchors per device and batch at most, whatever the accumulation."},
     )
     fusion_lr_scale: float = field(
         default=1.0, metadata={"help": "Learning rate of the fusion weights, as a multiple."}
@@ -83,9 +84,10 @@ class DFlareTrainingArguments(TrainingArguments):
         if self.gamma_end is not None and (self.gamma is None or self.gamma_end <= 0):
             raise ValueError(f"gamma_end is {self.gamma_end} and gamma {self.gamma}; both must be positive")
         self.objective  # noqa: B018  which checks its own fields
-        for name, value in (("num_anchors", self.num_anchors), ("anchor_budget", self.anchor_budget)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; at least one anchor is needed")
+        for name in ("num_anchors", "anchor_budget", "gradient_accumulation_steps"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} is {value}; a whole number from 1 on is expected")
 
     @property
     def objective(self) -> Objective:
@@ -137,6 +139,10 @@ class DFlareTrainer(Trainer):
         **kwargs,
     ):
         check_arguments(args)
+        if args.keep_states and features is not None:
+            raise ValueError(
+                "keep_states is True, but features are given, which hold the states already; one is enough"
+            )
         check_layers(getattr(target, "get_base_model", lambda: target)())  # beneath an adapter of peft
         self.target = target.eval().requires_grad_(False)
         if args.distillation:
@@ -268,6 +274,18 @@ class DFlareTrainer(Trainer):
         gamma = {"gamma": self.gamma} if "loss" in logs and self.gamma is not None else {}
         super().log({**logs, **gamma}, *args, **kwargs)
 
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        """The Trainer's; FSDP has made the model one of a class of its own, by which the folder could not be loaded."""
+        sharded = self.model
+        if isinstance(sharded, FSDPModule) and isinstance(sharded, PreTrainedModel):
+            own = next(kind for kind in type(sharded).__mro__[1:] if not issubclass(kind, FSDPModule))
+            with torch.device("meta"):  # the weights are those of `state_dict`
+                self.model = own(sharded.config)
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            self.model = sharded
+
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """The Trainer's push during training, with the drafter's code, without which the repository cannot be loaded."""
         for file in Path(checkpoint_folder).glob("*.py"):
@@ -328,6 +346,18 @@ def check_arguments(args: DFlareTrainingArguments) -> None:
     for name in ("include_for_metrics", "batch_eval_metrics"):
         if value := getattr(args, name):
             raise ValueError(f"{name} is {value}; metrics are given counts of each sequence, after all batches")
+    if args.label_smoothing_factor:
+        raise ValueError(
+            f"label_smoothing_factor is {args.label_smoothing_factor}, but the block loss knows no smoothing"
+        )
+    if (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+        raise ValueError(
+            "gradient_checkpointing_kwargs has use_reentrant True, which loses the gradient of the context; set it to False"
+        )
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"one process sees {args.n_gpu} GPUs; start one for each with accelerate launch, or show it one"
+        )
 
 
 @torch.no_grad()
