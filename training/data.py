@@ -5,12 +5,24 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import torch
-from datasets import Dataset
+from datasets import Dataset, Features, List, Value
 
 from .anchors import draw_anchors
 from .store import SCHEMA, opened
+
+
+# Columns of training sequences, as small as they can be: there may be billions of tokens.
+SEQUENCE = Features(
+    {
+        "length": Value("int64"),
+        "input_ids": List(Value("int32")),
+        "loss_mask": List(Value("int8")),
+        "greedy": Value("bool"),
+    }
+)
 
 
 def response_files(path: str | Path) -> list[Path]:
@@ -47,18 +59,20 @@ def to_sequences(rows: Dataset, max_length: int) -> Dataset:
     target decoded it greedily. Rows with fewer than two response tokens left hold no anchor and are dropped.
     """
 
-    def join(row: dict) -> dict:
-        prompt, response = row["prompt_ids"], row["response_ids"]
-        mask = [0] * len(prompt) + [1] * len(response)
-        return {
-            "length": len(mask[:max_length]),
-            "input_ids": (prompt + response)[:max_length],
-            "loss_mask": mask[:max_length],
-            "greedy": row["temperature"] == 0.0,
-        }
+    def join(rows: dict) -> dict:
+        joined: dict[str, list] = {name: [] for name in SEQUENCE}
+        for prompt, response, temperature in zip(*(rows[name] for name in columns), strict=True):
+            response = response[: max(max_length - len(prompt), 0)]
+            if len(response) >= 2:
+                joined["length"].append(len(prompt) + len(response))
+                joined["input_ids"].append(np.concatenate([prompt, response]))
+                joined["loss_mask"].append(np.repeat(np.int8([0, 1]), [len(prompt), len(response)]))
+                joined["greedy"].append(temperature == 0.0)
+        return joined
 
-    joined = rows.map(join, remove_columns=rows.column_names, keep_in_memory=True, desc="Joining prompts and responses")
-    return joined.filter(lambda row: sum(row["loss_mask"]) >= 2, keep_in_memory=True, desc="Dropping empty responses")
+    columns = ["prompt_ids", "response_ids", "temperature"]
+    options: dict = {"batched": True, "keep_in_memory": True, "remove_columns": rows.column_names, "features": SEQUENCE}
+    return rows.with_format("numpy").map(join, **options, desc="Joining prompts and responses").with_format(None)
 
 
 def response_token_ids(rows: Dataset, limit: int | None = None) -> torch.Tensor:
