@@ -73,7 +73,7 @@ def dry_run(args: TrainArguments, settings: DFlareTrainingArguments) -> int:
     target = estimate.empty(lambda: AutoModelForCausalLM.from_config(target_config))
     mask = {"mask_token_id": 0, **args.drafter}  # which one does not matter to sizes, and needs a tokenizer
     drafter = estimate.empty(lambda: DFlareForBlockDiffusion(drafter_config(mask, target_config, None)))
-    drafter.config.draft_vocab_size = args.draft_vocab_size
+    typing.cast(DFlareForBlockDiffusion, drafter).config.draft_vocab_size = args.draft_vocab_size
     rows, tokens = data_size(args)
     batch, budget = settings.per_device_train_batch_size, settings.anchor_budget
     run = estimate.Run(

@@ -93,6 +93,11 @@ def test_a_dry_run_says_what_training_takes_and_loads_nothing(tmp_path, capsys):
     assert "target: 8,190,735,360" in said and "steps: 225,000 of 64 sequences" in said
     hours = int(re.search(r"about ([\d,]+) device-hours", said)[1].replace(",", ""))
     assert 5120 / 2 < hours < 5120 * 2  # what the paper's own run took
+    words += ["--features", "x", "--draft_vocab_size", "32000", "--trainer.gradient_checkpointing", "true"]
+    assert main([str(word) for word in words]) == 0
+    pattern = r"target ([\d.]+), .*blocks ([\d.]+), logits ([\d.]+)"
+    less, more = (list(map(float, re.search(pattern, text)[1:4])) for text in (capsys.readouterr().out, said))
+    assert all(a < b for a, b in zip(less, more, strict=True))
 
 
 def test_a_log_is_told_of_progress_meanwhile(monkeypatch, capsys):

@@ -13,7 +13,6 @@ from datasets import Dataset, Features, List, Value
 from .anchors import draw_anchors
 from .store import SCHEMA, opened
 
-
 # Columns of training sequences, as small as they can be: there may be billions of tokens.
 SEQUENCE = Features(
     {
@@ -66,7 +65,7 @@ def to_sequences(rows: Dataset, max_length: int) -> Dataset:
             if len(response) >= 2:
                 joined["length"].append(len(prompt) + len(response))
                 joined["input_ids"].append(np.concatenate([prompt, response]))
-                joined["loss_mask"].append(np.repeat(np.int8([0, 1]), [len(prompt), len(response)]))
+                joined["loss_mask"].append(np.repeat(np.array([0, 1], np.int8), [len(prompt), len(response)]))
                 joined["greedy"].append(temperature == 0.0)
         return joined
 

@@ -5,7 +5,7 @@ measured: multiplications of weights, two operations each, at a share of the dev
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -74,11 +74,12 @@ def active_parameters(model: nn.Module, config) -> int:
 def gigabytes(drafter: nn.Module, target: nn.Module, run: Run, target_bytes: int = 2) -> dict[str, float]:
     """Memory of one device that holds all of the drafter and the target, by what it is for, in 10**9 bytes."""
     config: Any = drafter.config
+    text = cast(Any, target.config).get_text_config()
     slots = run.batch * run.anchors * config.block_size
     tokens = run.batch * run.tokens
     kept = slots * (config.num_hidden_layers * (1 if run.checkpointing else ACTIVATIONS)) * config.hidden_size
     head = config.vocab_size * config.hidden_size
-    resident = head * (1 if target.config.get_text_config().tie_word_embeddings else 2)
+    resident = head * (1 if text.tie_word_embeddings else 2)
     context = tokens * config.hidden_size * (config.num_taps + 2 * config.num_hidden_layers)
     parts = {
         "target": (resident if run.features else parameters(target)) * target_bytes,

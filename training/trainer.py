@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -128,6 +129,8 @@ class DFlareTrainer(Trainer):
     Evaluation reports the loss, the accuracy at each slot, and the acceptance length that greedy verification would have
     had on the greedy rows: the blocks are walked through as `generate()` would walk them.
     """
+
+    model: Any
 
     def __init__(
         self,
@@ -275,16 +278,12 @@ class DFlareTrainer(Trainer):
         super().log({**logs, **gamma}, *args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """The Trainer's; FSDP has made the model one of a class of its own, by which the folder could not be loaded."""
-        sharded = self.model
-        if isinstance(sharded, FSDPModule) and isinstance(sharded, PreTrainedModel):
-            own = next(kind for kind in type(sharded).__mro__[1:] if not issubclass(kind, FSDPModule))
-            with torch.device("meta"):  # the weights are those of `state_dict`
-                self.model = own(sharded.config)
+        """The Trainer's, with a model of the drafter's own class, by which the folder can be loaded."""
+        trained, self.model = self.model, _of_own_class(self.model)
         try:
             super()._save(output_dir, state_dict)
         finally:
-            self.model = sharded
+            self.model = trained
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """The Trainer's push during training, with the drafter's code, without which the repository cannot be loaded."""
@@ -335,6 +334,15 @@ class DFlareTrainer(Trainer):
         rows = zip(lost, known, correct, valid, inputs["keep"], inputs["greedy"], strict=True)
         statistics = torch.stack([sequence_statistics(*row) for row in rows])
         return lost.sum() / known.sum().clamp(min=1), statistics, inputs["greedy"]
+
+
+def _of_own_class(model: Any) -> Any:
+    """The model; for one that FSDP has made of a class of its own, one of the class before, without weights."""
+    kinds: list[Any] = [kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule)]
+    if kinds[0] is type(model) or not issubclass(kinds[0], PreTrainedModel):
+        return model
+    with torch.device("meta"):
+        return kinds[0](model.config)
 
 
 def check_arguments(args: DFlareTrainingArguments) -> None:
