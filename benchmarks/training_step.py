@@ -24,7 +24,7 @@ from dflare.configuration.targets import resolve_target
 from dflare.drafting_dflare import RestrictedHead
 from dflare.training.loss import block_hidden_states, slot_losses
 
-BATCH, LENGTH, PROMPT, ANCHORS, TOKENS = 4, 280, 100, 64, 10_000
+BATCH, LENGTH, PROMPT, ANCHORS, TOKENS = 6, 280, 100, 64, 10_000
 
 
 def median_seconds(work, runs: int = 5) -> float:

@@ -102,7 +102,8 @@ def data_size(args: TrainArguments) -> tuple[int, int]:
     if args.num_rows is not None:
         return args.num_rows, args.max_length // 2
     sequences = to_sequences(load_responses(args.data), args.max_length)
-    return len(sequences), max(1, round(sum(sequences["length"]) / len(sequences)))
+    held_back = 0 if args.validation_data else args.validation_size
+    return max(1, len(sequences) - held_back), max(1, round(sum(sequences["length"]) / len(sequences)))
 
 
 def build_trainer(args: TrainArguments, settings, drafter, target, rows) -> DFlareTrainer:
